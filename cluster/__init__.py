@@ -1,0 +1,1 @@
+"""The composition root: config tree, Serve application, command line."""

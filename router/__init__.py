@@ -1,0 +1,1 @@
+"""HTTP to a placed request: OpenAI-compatible API, admission, prefix-aware placement, token streams."""

@@ -1,0 +1,60 @@
+"""Configuration of a worker group: frozen leaves of the one typed config tree.
+
+Data only. A YAML key, a `--set` path and an attribute are the same dotted name. Facts that are measured
+(number of blocks, addresses) never appear here; they come back in `workers.types.GroupInfo`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint, and in what number format it runs."""
+
+    path: str  # folder in Hugging Face layout
+    name: str = ""  # served name; empty: the folder's name
+    dtype: str = "auto"  # auto (bfloat16), bfloat16, float32
+    max_model_len: int | None = None  # longest context; None: what the checkpoint says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV pool."""
+
+    block_size: int = 16  # tokens in a block
+    num_blocks: int | None = None  # None: from free memory, measured at start
+    memory_fraction: float = 0.5  # share of the free memory that the pool may take, when measured
+    max_bytes: int = 4 << 30  # upper limit of the measured size on CPU, bytes
+    prefix_reuse: bool = True  # keep finished blocks for requests with the same beginning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """What one step may hold."""
+
+    max_step_tokens: int = 512  # one token budget for prompt chunks and decode rows together
+    max_running: int = 128  # sequences with blocks at the same time
+    max_prefill_chunk: int | None = None  # most prompt tokens of one request in a step; None: the budget
+    max_waiting: int = 2048  # requests in the queue; more are refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks of a group work together."""
+
+    tensor_parallel: int = 1
+    step_timeout_s: float = 10.0  # a rank silent for longer ends the group
+    threads_per_rank: int | None = None  # CPU threads; None: cores of the machine / ranks on it
+    device: str = "auto"  # auto, cpu, cuda
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """One worker group."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

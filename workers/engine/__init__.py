@@ -1,0 +1,1 @@
+"""Policy of a worker group, pure Python: requests, block pool, scheduler, the engine and its loop."""

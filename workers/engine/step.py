@@ -1,0 +1,96 @@
+"""The contract between policy and execution: what a step computes, and what comes back.
+
+The scheduler writes a `StepPlan`; an `Executor` runs it on all ranks and returns a `StepResult`. A plan is
+complete in itself: no rank keeps state about sequences between steps, only the KV pool itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from workers.types import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTask:
+    """Choose the token after a slice. Read by the sampler on rank 0 before the step returns, never kept."""
+
+    params: SamplingParams
+    choice: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]  # so far; its length + len(prompt) is the position being sampled
+    forbidden_token_ids: Sequence[int] = ()  # end ids while min_tokens has not been reached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSlice:
+    """The tokens of one sequence that a step computes."""
+
+    token_ids: Sequence[int]  # never empty
+    start: int  # position of the first one = tokens of the sequence already in the pool
+    block_table: Sequence[int]  # pool blocks of positions 0 .. start + len(token_ids) - 1, in order
+    sample: SampleTask | None = None  # set when the slice reaches the end of the known tokens
+    # Score prompt tokens: for row i of the slice, log-probabilities of `prompt_targets[i]` (the token at
+    # position start + i + 1) with the `num_prompt_logprobs` best; None: not asked for.
+    prompt_targets: Sequence[int] | None = None
+    num_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Work of one step: decode rows and prompt chunks of different sequences, in one batch."""
+
+    number: int
+    slices: Sequence[SequenceSlice]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The token chosen for a slice."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None  # when num_logprobs is set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceResult:
+    """What a step found for one slice, in the order of the plan."""
+
+    sampled: Sampled | None = None
+    prompt_logprobs: Sequence[TokenLogprob] = ()  # one per entry of prompt_targets
+    error: str | None = None  # non-finite logits in this row: the sequence cannot go on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Results of a step, one per slice."""
+
+    slices: Sequence[SliceResult]
+
+
+class GroupFailed(Exception):
+    """A rank died, hung or disagreed: the group cannot compute any more. The message names the rank and why."""
+
+
+class Executor(Protocol):
+    """Runs plans on all ranks of a group."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the KV pool of every rank, measured at start."""
+        ...
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one block over all ranks."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step. Raises GroupFailed when a rank is dead, silent or out of step."""
+        ...
+
+    def close(self) -> None:
+        """Ends the other ranks and frees what the executor holds. May be called twice."""
+        ...

@@ -1,0 +1,1 @@
+"""Paged attention and friends, each beside its torch reference."""

@@ -1,0 +1,163 @@
+"""The vocabulary that router, group and engine share. Plain frozen data, no behaviour, no dependencies.
+
+These classes also travel between processes (see `workers.wire`): only builtin scalars, tuples, enums and
+other classes of this file as fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from workers.hashing import BlockHash
+
+RequestId = NewType("RequestId", str)
+GroupId = NewType("GroupId", str)
+
+
+class FinishReason(Enum):
+    """Why a choice ended."""
+
+    STOP = "stop"  # end-of-sequence id or a stop id
+    LENGTH = "length"  # max_tokens or the context length
+    CANCELLED = "cancelled"  # the client left
+    ERROR = "error"  # TokenChunk.error says what
+
+
+class Role(Enum):
+    """What a group does."""
+
+    UNIFIED = "unified"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Ranges are checked by `workers.engine.request.validate`."""
+
+    max_tokens: int  # new tokens per choice; 0 scores the prompt only
+    min_tokens: int = 0  # no end id before this many new tokens
+    temperature: float = 1.0  # below 1e-5 is greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output, as in CTRL (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # int64; the router draws one when the client gave none
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None  # None: none; 0: the chosen token's; k: and of the k best
+    num_prompt_logprobs: int | None = None  # the same for prompt tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A tokenized prompt to continue, as the router sends it to a group."""
+
+    request_id: RequestId  # made by the router, unique; never a client's id
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    num_choices: int = 1
+    cache_salt: str = ""  # tenant separation of the prefix cache
+    priority: int = 0  # lower goes first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one token under the raw distribution, with the best alternatives."""
+
+    token_id: int
+    logprob: float  # natural log; never -inf or NaN: at least -9999.0
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """What a group says of one choice after a step: new tokens, and the end when it has come."""
+
+    request_id: RequestId
+    choice: int
+    token_ids: tuple[int, ...] = ()  # includes the end id that stopped the choice
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token id when asked for
+    # Of choice 0 only, once, in its first chunk: entry i belongs to prompt token i, entry 0 is None.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; set in the first chunk of a choice
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the id that stopped it, when STOP
+    error: str | None = None  # sentence for the client, when ERROR
+    error_code: str | None = None  # stable code, when ERROR: "engine_dead", "context_length_exceeded", ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInfo:
+    """What a group is. Constant for one epoch (one start of its ranks)."""
+
+    group_id: GroupId
+    epoch: int  # grows with every rebuild of the group; fences off what an old one still says
+    role: Role
+    model: str
+    model_hash: str
+    dtype: str
+    tensor_parallel: int
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStats:
+    """Load and totals of a group after a step. Totals never fall within an epoch."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0  # prompt tokens not yet computed, of waiting and running requests
+    running_tokens: int = 0  # context tokens of running requests
+    free_blocks: int = 0  # never used or evicted
+    cached_blocks: int = 0  # reusable by hash, evictable
+    active_blocks: int = 0  # held by requests
+    num_steps: int = 0
+    step_seconds: float = 0.0  # moving mean
+    prompt_tokens_total: int = 0  # of admitted requests
+    cached_tokens_total: int = 0  # of those, found in the prefix cache
+    generated_tokens_total: int = 0
+    preemptions_total: int = 0
+    finished_stop_total: int = 0
+    finished_length_total: int = 0
+    finished_error_total: int = 0
+    cancelled_total: int = 0
+
+
+class BlockEventKind(Enum):
+    """What happened to a cached block."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"  # all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockEvent:
+    """One entry of a group's block log. Numbers are consecutive within an epoch, from 1."""
+
+    number: int
+    kind: BlockEventKind
+    block_hashes: tuple[BlockHash, ...] = ()
+
+
+class RequestRefused(Exception):
+    """A request that cannot be served as it is: the caller's mistake.
+
+    `code` is stable (`context_length_exceeded`, `invalid_value`, ...); `param` names the request field.
+    """
+
+    def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
