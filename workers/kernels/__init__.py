@@ -1,1 +1,8 @@
-"""Paged attention and friends, each beside its torch reference."""
+"""Operators of the decoder: a torch reference for any device, C++ for the CPU."""
+
+from workers.kernels.batch import StepBatch
+from workers.kernels.choose import kernels_for
+from workers.kernels.interface import Kernels, PackedLinear
+from workers.kernels.reference import TorchKernels
+
+__all__ = ["Kernels", "PackedLinear", "StepBatch", "TorchKernels", "kernels_for"]

@@ -1,0 +1,99 @@
+"""What every kernel set offers. The decoder holds one object of this kind and asks no further about the device.
+
+Life of a step in terms of these calls, per layer: `rms_norm` (or `add_rms_norm`) -> packed QKV linear ->
+`rotary_and_write` -> `paged_attention` -> packed output linear -> `add_rms_norm` -> packed gate/up linear ->
+`silu_mul` -> packed down linear.
+
+Every method takes T >= 0 rows and computes each row without regard to the others of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from workers.kernels.batch import StepBatch
+
+
+class PackedLinear(Protocol):
+    """x (..., in) -> x @ weight.T + bias (..., out), with the weight laid out once for this device."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Kernels(Protocol):
+    """Operators of a decoder layer over torch tensors of one dtype on one device."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root-mean-square norm over the last axis (Zhang and Sennrich 2019), computed in float32.
+
+        x (T, n) or (T, heads, n), possibly a strided view with a dense last axis; weight (n,).
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual); all (T, n). May write the sum over `residual`."""
+        ...
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        """Layer norm over the last axis (Ba et al. 2016); x (T, n), weight and bias (n,)."""
+        ...
+
+    def rotary_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        batch: StepBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Turns q and k by their position, stores k and v at `batch.slots`; returns q, turned.
+
+        q (T, heads, d), k and v (T, kv_heads, d): views with a dense last axis, for instance of one QKV row;
+        q may be changed in place (and is what comes back), k and v are only read. cos and sin are
+        (T, rot / 2) float32, one row per token; the first rot <= d elements of a head turn in halves, as in
+        GPT-NeoX (Su et al. 2021); None: nothing turns. The caches are (num_blocks, kv_heads, block_size, d)
+        views of the pool with dense last two axes.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: StepBatch,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention of every row to its own sequence through the block table: (T, heads, d).
+
+        The keys and values of this step must have been written. heads is a multiple of kv_heads; query head
+        h reads kv head h // (heads / kv_heads). A row at position p sees positions max(0, p - window + 1)..p.
+        """
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for gate_up (T, 2 n) = [gate | up]: (T, n)."""
+        ...
+
+    def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
+        """GELU in its tanh form, as GPT-2 uses it."""
+        ...
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        """Lays weight (out, in) out for this device, once. The result keeps its own copy where it needs one.
+
+        out_dtype: of the result; None: the dtype of the weight. float32 saves the head a conversion.
+        """
+        ...

@@ -1,0 +1,155 @@
+"""The torch form of every kernel: any device and dtype, the measure of all others in tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from workers.kernels.batch import StepBatch
+from workers.kernels.interface import PackedLinear
+
+MAX_SCORES = 1 << 26  # elements of one padded score tensor; more sequences are taken in turn
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """A linear layer that keeps the weight as it came."""
+
+    weight: torch.Tensor  # (out, in)
+    bias: torch.Tensor | None
+    out_dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias).to(self.out_dtype)
+
+
+class TorchKernels:
+    """Implements `workers.kernels.interface.Kernels` with torch operators."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * weight.float()).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def rotary_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        batch: StepBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        if cos is not None and sin is not None:
+            q, k = rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
+        block_size = k_cache.shape[2]
+        block, offset = batch.slots // block_size, batch.slots % block_size
+        k_cache[block, :, offset] = k.to(k_cache.dtype)
+        v_cache[block, :, offset] = v.to(v_cache.dtype)
+        return q
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: StepBatch,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if q.shape[0] == 0:
+            return out
+        query_lens = batch.query_starts.diff()
+        for sequences in _groups(query_lens, q.shape[1] * batch.max_context_len):
+            rows, valid = _padded_rows(batch, query_lens, sequences)
+            tables = batch.block_tables[sequences].long()
+            keys, values = _gather(k_cache, tables), _gather(v_cache, tables)  # (s, kv, C, d) float32
+            queries = q[rows].float().transpose(1, 2)  # (s, heads, Q, d)
+            mask = _visible(batch.positions[rows], keys.shape[2], sliding_window)[:, None]
+            group = queries.shape[1] // keys.shape[1]
+            keys = keys.repeat_interleave(group, dim=1)
+            values = values.repeat_interleave(group, dim=1)
+            scores = (queries @ keys.transpose(2, 3)) * scale
+            weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+            found = (weights @ values).transpose(1, 2).to(q.dtype)  # (s, Q, heads, d)
+            out[rows[valid]] = found[valid]
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        return TorchLinear(weight, bias, out_dtype or weight.dtype)
+
+
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x (T, heads, d) with its first rot elements turned as pairs (i, i + rot / 2); cos, sin (T, rot / 2)."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    cos, sin = cos[:, None], sin[:, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, x[..., 2 * half :]), dim=-1)
+
+
+def _groups(query_lens: torch.Tensor, scores_per_query: int) -> list[list[int]]:
+    """Sequences that share a padded pass: all decode rows together, prompt chunks within MAX_SCORES."""
+    lens: list[int] = query_lens.tolist()
+    groups: list[list[int]] = []
+    widest = 0
+    for sequence in sorted((s for s, n in enumerate(lens) if n > 0), key=lambda s: lens[s]):
+        widest = max(widest, lens[sequence])
+        grown = len(groups[-1]) + 1 if groups else 1
+        if groups and (widest == 1 or grown * widest * scores_per_query <= MAX_SCORES):
+            groups[-1].append(sequence)
+        else:
+            groups.append([sequence])
+    return groups
+
+
+def _padded_rows(
+    batch: StepBatch, query_lens: torch.Tensor, sequences: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row numbers (s, Q) of the sequences, short ones filled with their first row, and which are real."""
+    chosen = torch.tensor(sequences, device=query_lens.device)
+    lens, starts = query_lens[chosen], batch.query_starts[chosen]
+    column = torch.arange(int(lens.max()), device=lens.device)
+    valid = column[None] < lens[:, None]
+    rows = starts[:, None] + torch.where(valid, column[None], 0)
+    return rows.long(), valid
+
+
+def _gather(cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Pages of the block tables (s, W) as (s, kv_heads, W * block_size, d), float32."""
+    pages = cache[tables].float()  # (s, W, kv_heads, block_size, d)
+    return pages.transpose(1, 2).flatten(2, 3)
+
+
+def _visible(positions: torch.Tensor, context: int, sliding_window: int | None) -> torch.Tensor:
+    """(s, Q, context): which positions a row at positions (s, Q) attends to."""
+    at = torch.arange(context, device=positions.device)
+    seen = at <= positions[..., None]
+    if sliding_window is not None:
+        seen &= at > positions[..., None] - sliding_window
+    return seen
