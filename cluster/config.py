@@ -1,0 +1,324 @@
+"""The one typed config tree. A YAML key, a `--set` path and an attribute are the same dotted name.
+
+The leaves are the frozen dataclasses that each part receives; this root composes them, refuses unknown keys
+and mistyped values with their dotted path, and checks the ranges. Facts that are measured at start (number of
+blocks, addresses) are never part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.problems import ConfigError, Problem, join, unknown_key
+from cluster.yaml_tree import read_yaml
+from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+
+EMBEDDED_MODEL = "embedded"  # model.path of the model that ships with the package
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ParallelSettings(BaseModel):
+    """How the ranks of a group work together (their number is the pool's `tensor_parallel`)."""
+
+    model_config = _STRICT
+    step_timeout_s: float = 10.0  # a rank silent for longer ends the group
+    threads_per_rank: int | None = None  # CPU threads; None: cores of the machine / ranks on it
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class PoolConfig(BaseModel):
+    """Worker groups of one kind; how many of them is `num_replicas` of the deployment of the same name."""
+
+    model_config = _STRICT
+    tensor_parallel: int = 1  # ranks of a group
+    cpus_per_rank: float = 1.0  # CPUs that Ray sets aside for a rank, in the group's placement group
+    gpus_per_rank: float | None = None  # None: 1 when parallel.device is cuda, else 0
+    placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"  # of ranks over machines
+    wait_for_resources: bool = False  # do not refuse a group that no machine known now can hold
+    start_timeout_s: float = 600.0  # longest time from the first rank's start to a loaded group
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    parallel: ParallelSettings = Field(default_factory=ParallelSettings)
+
+    def num_gpus_per_rank(self) -> float:
+        """GPUs that Ray sets aside for a rank."""
+        if self.gpus_per_rank is not None:
+            return self.gpus_per_rank
+        return 1.0 if self.parallel.device == "cuda" else 0.0
+
+    def bundles(self) -> list[dict[str, float]]:
+        """Placement group of a group: one bundle a rank. The front lives in the first and costs nothing."""
+        bundle = {"CPU": self.cpus_per_rank}
+        if self.num_gpus_per_rank():
+            bundle["GPU"] = self.num_gpus_per_rank()
+        return [dict(bundle) for _ in range(self.tensor_parallel)]
+
+    def group(self, model: ModelConfig) -> GroupConfig:
+        """What a group of this pool receives."""
+        parallel = ParallelConfig(
+            tensor_parallel=self.tensor_parallel,
+            step_timeout_s=self.parallel.step_timeout_s,
+            threads_per_rank=self.parallel.threads_per_rank,
+            device=self.parallel.device,
+        )
+        return GroupConfig(model=model, cache=self.cache, schedule=self.schedule, parallel=parallel)
+
+
+class PoolsConfig(BaseModel):
+    """The pools of worker groups."""
+
+    model_config = _STRICT
+    unified: PoolConfig = Field(default_factory=PoolConfig)  # prompt and generation in the same group
+
+    def names(self) -> list[str]:
+        """Names of the pools, which are also names of their Serve deployments."""
+        return list(type(self).model_fields)
+
+
+class RouterConfig(BaseModel):
+    """HTTP service and placement."""
+
+    model_config = _STRICT
+    policy: Literal["prefix", "round_robin", "least_loaded"] = "prefix"  # how a group is chosen
+
+
+class NetworkConfig(BaseModel):
+    """Where groups listen for routers, and ranks for each other."""
+
+    model_config = _STRICT
+    interface: Literal["loopback", "node"] = (
+        "loopback"  # node: the machine's own address, for several machines
+    )
+
+
+class SecurityConfig(BaseModel):
+    """What is refused by default because it would leave a port open to strangers."""
+
+    model_config = _STRICT
+    allow_ray_without_token: bool = False  # run although this Ray cluster takes commands from anyone
+
+
+class TandemConfig(BaseModel):
+    """Root of the tree: `args` of the application in a deployment file."""
+
+    model_config = _STRICT
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig(path=EMBEDDED_MODEL))
+    pools: PoolsConfig = Field(default_factory=PoolsConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+
+
+class _Range(NamedTuple):
+    """Legal values of a number. None: no limit on that side, or (as a value) always legal."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None  # exclusive lower limit
+
+    def allows(self, value: float) -> bool:
+        return not (
+            (self.least is not None and value < self.least)
+            or (self.most is not None and value > self.most)
+            or (self.above is not None and value <= self.above)
+        )
+
+    def __str__(self) -> str:
+        low = f"above {self.above:g}" if self.above is not None else f"at least {self.least:g}"
+        return f"{low}, at most {self.most:g}" if self.most is not None else low
+
+
+_POSITIVE = _Range(above=0)
+_RANGES: dict[str, _Range] = {
+    "model.max_model_len": _Range(least=1),
+    "pools.*.tensor_parallel": _Range(least=1, most=1024),
+    "pools.*.cpus_per_rank": _Range(least=0),
+    "pools.*.gpus_per_rank": _Range(least=0),
+    "pools.*.start_timeout_s": _POSITIVE,
+    "pools.*.cache.block_size": _Range(least=1, most=1024),
+    "pools.*.cache.num_blocks": _Range(least=1),
+    "pools.*.cache.memory_fraction": _Range(above=0, most=1),
+    "pools.*.cache.max_bytes": _POSITIVE,
+    "pools.*.schedule.max_step_tokens": _Range(least=1),
+    "pools.*.schedule.max_running": _Range(least=1),
+    "pools.*.schedule.max_prefill_chunk": _Range(least=1),
+    "pools.*.schedule.max_waiting": _Range(least=0),
+    "pools.*.parallel.step_timeout_s": _POSITIVE,
+    "pools.*.parallel.threads_per_rank": _Range(least=1),
+}
+_CHOICES: dict[str, tuple[str, ...]] = {"model.dtype": ("auto", "bfloat16", "float32")}
+_MOVED = {"pools.*.parallel.tensor_parallel": "pools.{}.tensor_parallel"}
+
+
+def parse_config(tree: Mapping[str, Any]) -> TandemConfig:
+    """The typed tree, or a ConfigError with every mistake."""
+    config, problems = check_config(tree)
+    if config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def check_config(tree: object) -> tuple[TandemConfig | None, list[Problem]]:
+    """The typed tree and no problems, or None and every problem."""
+    if not isinstance(tree, Mapping):
+        return None, [Problem(path="", message="the config is a mapping", got=type(tree).__name__)]
+    model = tree.get("model", {})
+    if isinstance(model, Mapping) and "path" not in model:
+        tree = {**tree, "model": {**model, "path": EMBEDDED_MODEL}}
+    try:
+        # JSON mode: strict about scalars, and lists and mappings become tuples and dataclasses.
+        config = TandemConfig.model_validate_json(json.dumps(tree, allow_nan=False))
+    except ValidationError as error:
+        return None, [_problem(tree, entry["type"], entry["loc"], entry["msg"]) for entry in error.errors()]
+    except (TypeError, ValueError) as error:
+        return None, [Problem(path="", message=f"not plain data: {error}")]
+    problems = [*_range_problems(config), *_cross_problems(config)]
+    return (None, problems) if problems else (config, [])
+
+
+def apply_overrides(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """A copy of the tree with each `dotted.path=value` set; values are read as YAML.
+
+    Paths that exist nowhere in the config are refused here, so that the error names the assignment.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(tree))
+    problems = []
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            problems.append(Problem(path=path, message="not an assignment", got=repr(assignment),
+                                    allowed="dotted.path=value"))  # fmt: skip
+            continue
+        if (unknown := _first_unknown(keys)) is not None:
+            problems.append(unknown)
+            continue
+        value = read_yaml(text) if text.strip() else None
+        if value is not None and value.problems:
+            problems += [
+                Problem(path=path, message=p.message, got=p.got, hint=p.hint) for p in value.problems
+            ]
+            continue
+        node = changed
+        for key in keys[:-1]:
+            inner = node.get(key)
+            node[key] = node = dict(inner) if isinstance(inner, Mapping) else {}
+        node[keys[-1]] = value.value if value is not None else ""
+    if problems:
+        raise ConfigError(problems)
+    return changed
+
+
+def _children(kind: Any) -> dict[str, Any] | None:
+    """Names and types of the fields of a node of the tree; None for a leaf value."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {name: info.annotation for name, info in kind.model_fields.items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        return {field.name: field.type for field in fields(kind)}
+    return None
+
+
+def _first_unknown(keys: Sequence[str]) -> Problem | None:
+    kind: Any = TandemConfig
+    for depth, key in enumerate(keys):
+        children = _children(kind)
+        if children is None:
+            return Problem(path=join(*keys), message=f"{join(*keys[:depth])} is a value, it has no parts")
+        if key not in children:
+            return _unknown(keys[: depth + 1], children)
+        kind = children[key]
+    if _children(kind) is not None:
+        allowed = ", ".join(_children(kind) or ())
+        return Problem(path=join(*keys), message="names a part, not a value", allowed=allowed)
+    return None
+
+
+def _unknown(path: Sequence[str], allowed: Iterable[str]) -> Problem:
+    pattern = _pattern(path)
+    if pattern in _MOVED:
+        return Problem(
+            path=join(*path), message="unknown key", hint=f"it is {_MOVED[pattern].format(path[1])}"
+        )
+    return unknown_key(join(*path), path[-1], allowed)
+
+
+def _problem(tree: Mapping[str, Any], kind: str, loc: tuple[int | str, ...], message: str) -> Problem:
+    """One of pydantic's findings in our form."""
+    path = [str(part) for part in loc]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        node: Any = TandemConfig
+        for key in path[:-1]:
+            node = (_children(node) or {}).get(key)
+        return _unknown(path, _children(node) or ())
+    value: Any = tree
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if kind in ("missing", "missing_argument"):
+        return Problem(path=join(*path), message="must be given")
+    allowed = ""
+    if kind == "literal_error":
+        message, allowed = (
+            "not one of the choices",
+            message.removeprefix("Input should be ").replace(" or ", ", "),
+        )
+    elif message.startswith("Input should be "):
+        message, allowed = "wrong type", message.removeprefix("Input should be ")
+    hint = "in YAML and --set, text that looks like a number or a word like true needs quotes" if (
+        kind == "string_type" and isinstance(value, bool | int | float)) else ""  # fmt: skip
+    return Problem(path=join(*path), message=message, got=repr(value), allowed=allowed, hint=hint)
+
+
+def _pattern(path: Sequence[str]) -> str:
+    """The path with the pool's name replaced by `*`."""
+    return ".".join("*" if i == 1 and path[0] == "pools" else part for i, part in enumerate(path))
+
+
+def _values(node: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """Every leaf value of the tree with its path."""
+    children = _children(type(node))
+    if children is None:
+        yield path, node
+        return
+    for name in children:
+        yield from _values(getattr(node, name), (*path, name))
+
+
+def _range_problems(config: TandemConfig) -> Iterable[Problem]:
+    for path, value in _values(config):
+        pattern = _pattern(path)
+        limits = _RANGES.get(pattern)
+        if limits is not None and value is not None and not limits.allows(value):
+            yield Problem(path=join(*path), message="out of range", got=str(value), allowed=str(limits))
+        choices = _CHOICES.get(pattern)
+        if choices is not None and value not in choices:
+            allowed = ", ".join(choices)
+            yield Problem(
+                path=join(*path), message="not one of the choices", got=repr(value), allowed=allowed
+            )
+
+
+def _cross_problems(config: TandemConfig) -> Iterable[Problem]:
+    """Values that are legal alone but not together."""
+    if not config.model.path:
+        yield Problem(path="model.path", message="is empty", hint=f"give a folder, or {EMBEDDED_MODEL}")
+    for name in config.pools.names():
+        pool: PoolConfig = getattr(config.pools, name)
+        length, cache = config.model.max_model_len, pool.cache
+        if (
+            length is not None
+            and cache.num_blocks is not None
+            and cache.num_blocks * cache.block_size < length
+        ):
+            yield Problem(
+                path=f"pools.{name}.cache.num_blocks",
+                message=f"the pool is too small for one request of model.max_model_len {length}",
+                got=str(cache.num_blocks),
+                allowed=f"at least {-(-length // cache.block_size)}",
+            )
