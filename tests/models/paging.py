@@ -1,0 +1,116 @@
+"""A decoder over a paged pool without an engine: scattered blocks, any chunking, several sequences a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from workers.kernels import StepBatch
+from workers.model.decoder import Decoder
+
+
+@dataclass
+class PagedSequence:
+    """Tokens of one sequence, how many of them are in the pool, and its blocks."""
+
+    token_ids: list[int]
+    blocks: list[int]
+    num_computed: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)  # of every computed row, on rank 0
+
+
+class PagedModel:
+    """Runs steps of a decoder. Blocks are handed out in a shuffled order, so that none are neighbours."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        spec = decoder.spec
+        self.decoder = decoder
+        self._block_size = block_size
+        self._kv = torch.zeros(
+            num_blocks, decoder.num_kv_heads, spec.num_layers, 2, block_size, spec.head_dim, dtype=dtype
+        )
+        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()
+
+    def start(self, prompt: Sequence[int], *, room: int = 64) -> PagedSequence:
+        """A sequence with blocks for its prompt and `room` more tokens."""
+        count = -(-(len(prompt) + room) // self._block_size)
+        return PagedSequence(list(prompt), [self._free.pop() for _ in range(count)])
+
+    def release(self, sequence: PagedSequence) -> None:
+        """Gives the blocks back; the next sequence finds old keys and values in them."""
+        self._free.extend(sequence.blocks)
+
+    def step(self, work: Sequence[tuple[PagedSequence, int]], *, want: str = "all") -> None:
+        """Computes the next `count` tokens of every sequence; keeps logits of all rows, the last, or none."""
+        positions, slots, tokens, rows = [], [], [], []
+        starts = [0]
+        for sequence, count in work:
+            for position in range(sequence.num_computed, sequence.num_computed + count):
+                positions.append(position)
+                tokens.append(sequence.token_ids[position])
+                block = sequence.blocks[position // self._block_size]
+                slots.append(block * self._block_size + position % self._block_size)
+            starts.append(len(positions))
+            rows += {
+                "all": range(starts[-2], starts[-1]),
+                "last": range(starts[-1] - 1, starts[-1]),
+                "none": range(0),
+            }[want]
+        contexts = [sequence.num_computed + count for sequence, count in work]
+        width = max(-(-context // self._block_size) for context in contexts)
+        tables = torch.zeros(len(work), width, dtype=torch.int32)
+        for row, ((sequence, _), context) in enumerate(zip(work, contexts, strict=True)):
+            used = sequence.blocks[: -(-context // self._block_size)]
+            tables[row, : len(used)] = torch.tensor(used, dtype=torch.int32)
+        logits = self.decoder.forward(
+            StepBatch(
+                token_ids=torch.tensor(tokens),
+                positions=torch.tensor(positions),
+                slots=torch.tensor(slots),
+                query_starts=torch.tensor(starts, dtype=torch.int32),
+                context_lens=torch.tensor(contexts, dtype=torch.int32),
+                block_tables=tables,
+                logit_rows=torch.tensor(rows, dtype=torch.int64),
+                max_query_len=max(count for _, count in work),
+                max_context_len=max(contexts),
+            ),
+            self._kv,
+        )
+        taken = 0
+        for sequence, count in work:
+            sequence.num_computed += count
+            kept = {"all": count, "last": 1, "none": 0}[want]
+            if logits is not None:
+                sequence.logits.extend(logits[taken : taken + kept].clone())
+            taken += kept
+
+    def read(self, sequences: Sequence[PagedSequence], chunk: int | None) -> None:
+        """Computes all known tokens of the sequences together, at most `chunk` of each in a step."""
+        while pending := [s for s in sequences if s.num_computed < len(s.token_ids)]:
+            self.step(
+                [(s, min(chunk or len(s.token_ids), len(s.token_ids) - s.num_computed)) for s in pending]
+            )
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None
+    ) -> list[list[int]]:
+        """Greedy continuations of several prompts in one batch. Needs the logits: one rank, or rank 0."""
+        sequences = [self.start(prompt, room=num_tokens) for prompt in prompts]
+        self.read(sequences, chunk)
+        for _ in range(num_tokens - 1):
+            for sequence in sequences:
+                sequence.token_ids.append(int(sequence.logits[-1].argmax()))
+            self.step([(sequence, 1) for sequence in sequences], want="last")
+        for sequence in sequences:
+            sequence.token_ids.append(int(sequence.logits[-1].argmax()))
+            self.release(sequence)
+        return [s.token_ids[len(p) :] for s, p in zip(sequences, prompts, strict=True)]

@@ -1,0 +1,220 @@
+"""A model folder in Hugging Face layout: config, end ids, and which tensor lies in which safetensors file.
+
+Opening one reads JSON and headers only and checks them as hostile input. No torch, no pickle, and never code
+from the folder. Weights are read by `workers.model.weights`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from workers.model.config_fields import ConfigFields
+from workers.model.errors import CheckpointError
+from workers.model.files import read_json, read_weight_headers
+from workers.model.names import WeightNames, expected_tensors
+from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
+from workers.model.spec import ModelSpec, spec_from_config
+
+_LOG = logging.getLogger(__name__)
+_FLOATS = ("F32", "F16", "BF16")
+_MAX_TOKEN_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultSampling:
+    """What generation_config.json proposes for requests that say nothing. None: it says nothing either."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor of the model lies."""
+
+    file: Path
+    entry: TensorEntry
+
+
+class Checkpoint:
+    """An opened and checked model folder.
+
+    Raises CheckpointError from the constructor when the folder cannot be served: unsupported or insane
+    config, pickle-only weights, a damaged file, tensors missing, left over, doubled or of another shape.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder}: no such model folder")
+        self.config = read_json(self.folder, "config.json")
+        if self.config.get("auto_map") is not None:
+            _LOG.warning("%s: auto_map is ignored; code from a model folder never runs", self.folder)
+        self.spec: ModelSpec = spec_from_config(self.config)
+        self.generation_config = (
+            read_json(self.folder, "generation_config.json")
+            if (self.folder / "generation_config.json").exists()
+            else {}
+        )
+        self.eos_token_ids = self._end_ids()
+        self._headers = read_weight_headers(self.folder)
+        self.tensors: Mapping[str, StoredTensor] = _collect(self._headers)
+        self.prefix = self._stored_prefix()
+        self.is_tied, self.embedding_name, self.head_name = self._head_and_embedding()
+        self._check_tensors()
+
+    @property
+    def max_model_len(self) -> int:
+        return self.spec.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all tensor files."""
+        return sum(header.file_bytes for header in self._headers)
+
+    @property
+    def model_hash(self) -> str:
+        """Identity of the checkpoint from config, tensor headers and sizes; quick, does not read weights."""
+        digest = sha256((self.folder / "config.json").read_bytes())
+        for header in self._headers:
+            digest.update(header.file_bytes.to_bytes(8, "little") + header.digest_input)
+        return digest.hexdigest()
+
+    def content_hash(self) -> str:
+        """Digest of config and every byte of the weight files; reads all of them."""
+        digest = sha256((self.folder / "config.json").read_bytes())
+        for header in self._headers:
+            with header.file.open("rb") as stream:
+                while chunk := stream.read(1 << 20):
+                    digest.update(chunk)
+        return digest.hexdigest()
+
+    def default_sampling(self) -> DefaultSampling:
+        """Sampling defaults of generation_config.json. Raises CheckpointError for values out of range."""
+        fields = ConfigFields(self.generation_config, f"{self.folder / 'generation_config.json'}")
+        has = fields.has
+        return DefaultSampling(
+            do_sample=fields.flag("do_sample") if has("do_sample") else None,
+            temperature=fields.number("temperature", low=0.0, high=100.0) if has("temperature") else None,
+            top_k=fields.integer("top_k", low=0, high=_MAX_TOKEN_ID) if has("top_k") else None,
+            top_p=fields.number("top_p", low=0.0, high=1.0) if has("top_p") else None,
+            min_p=fields.number("min_p", low=0.0, high=1.0) if has("min_p") else None,
+            repetition_penalty=(
+                fields.number("repetition_penalty", low=1e-3, high=100.0)
+                if has("repetition_penalty")
+                else None
+            ),
+        )
+
+    def stored_name(self, name: str) -> str:
+        """The name in the files of a tensor that `expected_tensors` calls `name`."""
+        prefix = self.spec.weights.prefix
+        return self.prefix + name[len(prefix) :] if name.startswith(prefix) else name
+
+    def _end_ids(self) -> tuple[int, ...]:
+        """generation_config.json decides where it names end ids, else config.json, as in transformers."""
+        for values, where in (
+            (self.generation_config, "generation_config.json"),
+            (self.config, "config.json"),
+        ):
+            fields = ConfigFields(values, str(self.folder / where))
+            if fields.has("eos_token_id"):
+                found = fields.integers("eos_token_id", low=0, high=_MAX_TOKEN_ID)
+                inside = tuple(dict.fromkeys(i for i in found if i < self.spec.vocab_size))
+                if len(inside) < len(set(found)):
+                    _LOG.warning("%s: end ids beyond the vocabulary are ignored: %s", where, found)
+                return inside
+        return ()
+
+    def _stored_prefix(self) -> str:
+        """Files saved from the bare model carry no prefix."""
+        prefix = self.spec.weights.prefix
+        return prefix if any(name.startswith(prefix) for name in self.tensors) else ""
+
+    def _head_and_embedding(self) -> tuple[bool, str, str]:
+        """(tied, name of the embedding, name of the head), by the rules of transformers 5.
+
+        A tied config is believed when one of the two is missing or both are equal; with two different tensors
+        in the files both are used.
+        """
+        names: WeightNames = self.spec.weights
+        embedding = f"{self.prefix}{names.embedding}.weight"
+        head = f"{names.head}.weight"
+        if not self.spec.tie_word_embeddings:
+            return False, embedding, head
+        if head not in self.tensors:
+            return True, embedding, embedding
+        if embedding not in self.tensors:
+            return True, head, head
+        if self._same_content(embedding, head):
+            return True, embedding, embedding
+        _LOG.warning("%s: tie_word_embeddings is set but %s differs: both are used", self.folder, head)
+        return False, embedding, head
+
+    def _same_content(self, first: str, second: str) -> bool:
+        a, b = self.tensors[first], self.tensors[second]
+        if a.entry.dtype != b.entry.dtype or a.entry.shape != b.entry.shape:
+            return False
+        with a.file.open("rb") as left, b.file.open("rb") as right:
+            left.seek(a.entry.start)
+            right.seek(b.entry.start)
+            remaining = a.entry.stop - a.entry.start
+            while remaining > 0:
+                size = min(remaining, 1 << 20)
+                if left.read(size) != right.read(size):
+                    return False
+                remaining -= size
+        return True
+
+    def _check_tensors(self) -> None:
+        """Compares what the files hold with what the config needs; all differences in one message."""
+        wanted = {self.stored_name(name): shape for name, shape in expected_tensors(self.spec).items()}
+        if self.is_tied:
+            names = self.spec.weights
+            tied = {f"{self.prefix}{names.embedding}.weight", f"{names.head}.weight"}
+            for name in tied - {self.embedding_name, *self.tensors}:
+                wanted.pop(name)
+        problems = []
+        for name, shape in wanted.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                problems.append(f"missing {name} {list(shape)}")
+            elif stored.entry.shape != shape:
+                problems.append(
+                    f"{name} has shape {list(stored.entry.shape)}, the config needs {list(shape)}"
+                )
+            elif stored.entry.dtype not in _FLOATS:
+                problems.append(f"{name} has dtype {stored.entry.dtype}, supported are {', '.join(_FLOATS)}")
+        for name in self.tensors:
+            if name not in wanted and not self.spec.weights.is_buffer(name):
+                problems.append(f"not part of this model: {name}")
+        if problems:
+            raise CheckpointError(
+                f"{self.folder}: {len(problems)} differences between config.json and the weight files:\n  "
+                + "\n  ".join(problems)
+            )
+
+
+def _collect(headers: list[SafetensorsHeader]) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    doubled = []
+    for header in headers:
+        for name, entry in header.tensors.items():
+            if name in found:
+                doubled.append(f"{name} in {found[name].file.name} and {header.file.name}")
+            found[name] = StoredTensor(file=header.file, entry=entry)
+    if doubled:
+        raise CheckpointError("tensors stored twice:\n  " + "\n  ".join(doubled))
+    return found

@@ -1,0 +1,121 @@
+"""The decoder: one class for every family, driven by its ModelSpec.
+
+A step, per layer: norm -> fused QKV -> (norm of heads) -> rotary and KV write -> paged attention -> output
+projection -> norm -> fused gate and up -> activation -> down projection. Addition to the residual stream is
+fused into the norm that follows it. After the last attention only the rows whose logits are wanted go on.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from workers.kernels import Kernels, StepBatch, kernels_for
+from workers.model.architecture import Activation, ModelSpec
+from workers.model.checkpoint import Checkpoint
+from workers.model.layers import DecoderWeights, Layer
+from workers.model.loader import load_weights
+from workers.model.parallel import TensorParallel
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TensorParallel,
+    kernels: Kernels | None = None,
+) -> Decoder:
+    """Reads this rank's part of the weights and lays it out for `device`. `kernels`: None for the fastest.
+
+    Raises TensorParallelError when the model cannot be split that way, CheckpointError for weights that are
+    not finite.
+    """
+    chosen = kernels_for(device, dtype) if kernels is None else kernels
+    return Decoder(spec, load_weights(checkpoint, spec, dtype, device, tp, chosen), chosen, tp)
+
+
+class Decoder:
+    """Runs steps of one model on one rank. All ranks of a group call `forward` with equal batches."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, parallel: TensorParallel
+    ) -> None:
+        self.spec = spec
+        self.num_heads = len(spec.q_heads_of_rank(parallel.rank, parallel.size))
+        self.num_kv_heads = len(spec.kv_heads_of_rank(parallel.rank, parallel.size))
+        self._weights = weights
+        self._kernels = kernels
+        self._is_first_rank = parallel.rank == 0
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor | None:
+        """Computes the rows of a step, writes their keys and values, returns logits (R, vocabulary) float32.
+
+        kv: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim). Logits come on rank 0 only.
+        """
+        weights, rows = self._weights, batch.logit_rows
+        residual = weights.embedding(batch.token_ids)  # (T, hidden)
+        if weights.positions is not None:
+            residual = residual + F.embedding(batch.positions, weights.positions)
+        cos, sin = weights.rotary.rows(batch) if weights.rotary is not None else (None, None)
+        keys, values = kv[:, :, :, 0].unbind(2), kv[:, :, :, 1].unbind(2)
+        normed = weights.layers[0].attention_norm(residual)
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
+            attended = self._attend(layer, normed, (cos, sin), batch, (keys[index], values[index]))
+            if index == last:
+                if rows.shape[0] == 0:
+                    return self._no_logits(residual)
+                attended, residual = attended[rows], residual[rows]
+            normed, residual = layer.mlp_norm.add(layer.output(attended), residual)
+            mixed = layer.down(self._activate(layer.up(normed)))
+            following = weights.final_norm if index == last else weights.layers[index + 1].attention_norm
+            normed, residual = following.add(mixed, residual)
+        return weights.head(normed)
+
+    def _attend(
+        self,
+        layer: Layer,
+        normed: torch.Tensor,
+        turn: tuple[torch.Tensor | None, torch.Tensor | None],
+        batch: StepBatch,
+        cache: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """normed (T, hidden) -> (T, q heads * head_dim) of this rank."""
+        rows, head_dim = normed.shape[0], self.spec.head_dim
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = layer.qkv(normed).view(rows, heads + 2 * kv_heads, head_dim)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q = self._kernels.rms_norm(q, layer.query_norm, self.spec.norm_eps)
+            k = self._kernels.rms_norm(k, layer.key_norm, self.spec.norm_eps)
+        q = self._kernels.rotary_and_write(q, k, v, *turn, batch, *cache)
+        attended = self._kernels.paged_attention(q, *cache, batch, layer.scale, layer.sliding_window)
+        return attended.reshape(rows, heads * head_dim)
+
+    def _activate(self, up: torch.Tensor) -> torch.Tensor:
+        activation = self.spec.activation
+        if self.spec.gated_mlp:
+            if activation is Activation.SILU:
+                return self._kernels.silu_mul(up)
+            gate, up = up.chunk(2, dim=-1)
+            return self._nonlinear(gate) * up
+        return self._nonlinear(up)
+
+    def _nonlinear(self, x: torch.Tensor) -> torch.Tensor:
+        match self.spec.activation:
+            case Activation.SILU:
+                return F.silu(x)
+            case Activation.GELU:
+                return F.gelu(x)
+            case Activation.GELU_TANH:
+                return self._kernels.gelu_new(x)
+            case Activation.RELU:
+                return F.relu(x)
+
+    def _no_logits(self, residual: torch.Tensor) -> torch.Tensor | None:
+        """Every row of the step was an inner part of a prompt: its keys and values are all that counted."""
+        if not self._is_first_rank:
+            return None
+        return residual.new_empty((0, self.spec.vocab_size), dtype=torch.float32)

@@ -1,0 +1,160 @@
+"""From the files of a checkpoint to the weights of one rank: which spans of which tensors, fused how."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.kernels import Kernels, PackedLinear
+from workers.model.architecture import ModelSpec
+from workers.model.checkpoint import Checkpoint
+from workers.model.layers import DecoderWeights, Layer, Norm
+from workers.model.parallel import (
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from workers.model.rotary import Rotary
+from workers.model.spec import check_tensor_parallel
+from workers.model.weights import WeightReader
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: TensorParallel,
+    kernels: Kernels,
+) -> DecoderWeights:
+    """Reads and packs the weights of one rank. Errors as in `workers.model.decoder.load_decoder`."""
+    check_tensor_parallel(spec, parallel.size)
+    with WeightReader(checkpoint, dtype, device) as reader:
+        return _Loader(checkpoint, spec, reader, kernels, parallel).load(device)
+
+
+class _Loader:
+    """Names, spans and packing of one rank's weights."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        reader: WeightReader,
+        kernels: Kernels,
+        parallel: TensorParallel,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._reader = reader
+        self._kernels = kernels
+        self._parallel = parallel
+        rank, size = parallel.rank, parallel.size
+        self._q_span = _scaled(spec.q_heads_of_rank(rank, size), spec.head_dim)
+        self._kv_span = _scaled(spec.kv_heads_of_rank(rank, size), spec.head_dim)
+        self._inner_span = spec.intermediate_of_rank(rank, size)
+        self._vocab_span = spec.vocab_of_rank(rank, size)
+
+    def load(self, device: torch.device) -> DecoderWeights:
+        spec, checkpoint, names = self._spec, self._checkpoint, self._spec.weights
+        size = self._parallel.size
+        positions = None
+        if spec.learned_positions:
+            positions = self._reader.rows(checkpoint.stored_name(f"{names.prefix}{names.positions}.weight"))
+        embedding = self._reader.rows(checkpoint.embedding_name, self._vocab_span)
+        head = embedding if checkpoint.is_tied else self._reader.rows(checkpoint.head_name, self._vocab_span)
+        return DecoderWeights(
+            embedding=VocabParallelEmbedding(embedding, self._vocab_span, self._parallel),
+            positions=positions,
+            rotary=Rotary(spec.rotary, device) if spec.rotary is not None else None,
+            layers=tuple(self._layer(index) for index in range(spec.num_layers)),
+            final_norm=self._norm(f"{names.prefix}{names.final_norm}"),
+            head=VocabParallelHead(
+                self._kernels.pack_linear(head, None, torch.float32),
+                tuple(len(spec.vocab_of_rank(rank, size)) for rank in range(size)),
+                self._parallel,
+            ),
+        )
+
+    def _layer(self, index: int) -> Layer:
+        spec, names = self._spec, self._spec.weights
+
+        def name(part: str) -> str:
+            return names.of_layer(index, part)
+
+        query_norm = key_norm = None
+        if spec.qk_norm:
+            query_norm = self._vector(f"{name(names.query_norm)}.weight")
+            key_norm = self._vector(f"{name(names.key_norm)}.weight")
+        return Layer(
+            attention_norm=self._norm(name(names.attention_norm)),
+            qkv=self._qkv(name(names.query), name(names.key), name(names.value)),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            output=self._row_parallel(name(names.output), self._q_span, spec.output_bias),
+            mlp_norm=self._norm(name(names.mlp_norm)),
+            up=self._up(name(names.gate) if spec.gated_mlp else None, name(names.up)),
+            down=self._row_parallel(name(names.down), self._inner_span, spec.mlp_bias),
+            scale=spec.attention_scale[index],
+            sliding_window=spec.sliding_window[index],
+        )
+
+    def _qkv(self, query: str, key: str, value: str) -> PackedLinear:
+        """One column-parallel matrix for the three projections of this rank's heads."""
+        spec = self._spec
+        if spec.weights.fused_qkv:
+            q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+            spans = [
+                self._q_span,
+                _shifted(self._kv_span, q_size),
+                _shifted(self._kv_span, q_size + kv_size),
+            ]
+            return self._column_parallel([(query, spans)], spec.qkv_bias)
+        parts = [(query, [self._q_span]), (key, [self._kv_span]), (value, [self._kv_span])]
+        return self._column_parallel(parts, spec.qkv_bias)
+
+    def _up(self, gate: str | None, up: str) -> PackedLinear:
+        """One column-parallel matrix for gate and up."""
+        parts = [(name, [self._inner_span]) for name in (gate, up) if name is not None]
+        return self._column_parallel(parts, self._spec.mlp_bias)
+
+    def _column_parallel(self, parts: list[tuple[str, list[range]]], has_bias: bool) -> PackedLinear:
+        """Some outputs of some matrices with equal inputs, one below the other."""
+        matrices = [self._matrix(name, outputs=spans) for name, spans in parts]
+        weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        bias = None
+        if has_bias:
+            bias = torch.cat([self._vector(f"{name}.bias", spans) for name, spans in parts])
+        return self._kernels.pack_linear(weight, bias)
+
+    def _row_parallel(self, name: str, inputs: range, has_bias: bool) -> RowParallelLinear:
+        """Some inputs of a matrix. Rank 0 brings the bias, so that the sum over ranks has it once."""
+        bias = self._vector(f"{name}.bias") if has_bias and self._parallel.rank == 0 else None
+        return RowParallelLinear(
+            self._kernels.pack_linear(self._matrix(name, inputs=inputs), bias), self._parallel
+        )
+
+    def _norm(self, name: str) -> Norm:
+        bias = self._vector(f"{name}.bias") if self._spec.norm_bias else None
+        return Norm(self._kernels, self._vector(f"{name}.weight"), bias, self._spec.norm_eps)
+
+    def _matrix(
+        self, name: str, *, outputs: list[range] | None = None, inputs: range | None = None
+    ) -> torch.Tensor:
+        return self._reader.matrix(
+            self._checkpoint.stored_name(f"{name}.weight"),
+            outputs=outputs,
+            inputs=inputs,
+            inputs_first=self._spec.weights.inputs_first,
+        )
+
+    def _vector(self, name: str, spans: list[range] | None = None) -> torch.Tensor:
+        return self._reader.vector(self._checkpoint.stored_name(name), spans)
+
+
+def _scaled(span: range, factor: int) -> range:
+    return range(span.start * factor, span.stop * factor)
+
+
+def _shifted(span: range, by: int) -> range:
+    return range(span.start + by, span.stop + by)

@@ -1,0 +1,96 @@
+"""Tensor parallelism: what one rank owns, and the collectives that put the parts together.
+
+The scheme is Megatron's (Shoeybi et al. 2019): a column-parallel linear (outputs split), a row-parallel one
+(inputs split) and one all-reduce, twice a layer; embedding and head are split along the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from workers.kernels import PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """This rank's place in its group. With size 1 every method is a no-op.
+
+    The group's own timeout bounds every collective; a dead peer surfaces as torch's RuntimeError.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None  # None with size > 1: torch's default group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place; x must be contiguous."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor | None:
+        """x (rows, widths[rank]) of every rank side by side on rank 0: (rows, sum of widths); None elsewhere.
+
+        The collective wants equal shapes, so parts travel padded to the widest and are cut on arrival: a
+        padding column is never seen by anyone.
+        """
+        if self.size == 1:
+            return x
+        widest = max(widths)
+        padded = F.pad(x, (0, widest - x.shape[1])).contiguous()
+        if self.rank != 0:
+            dist.gather(padded, None, dst=0, group=self.group)
+            return None
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.gather(padded, parts, dst=0, group=self.group)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+
+class RowParallelLinear:
+    """Holds some input columns of a matrix; the partial results are summed over the ranks."""
+
+    def __init__(self, linear: PackedLinear, parallel: TensorParallel) -> None:
+        """`linear` carries the bias on rank 0 only, so that the sum has it once."""
+        self._linear = linear
+        self._parallel = parallel
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, inputs of this rank) -> (T, outputs), equal on all ranks."""
+        return self._parallel.all_reduce(self._linear(x))
+
+
+class VocabParallelEmbedding:
+    """Holds the embedding rows `vocab` of the whole vocabulary."""
+
+    def __init__(self, weight: torch.Tensor, vocab: range, parallel: TensorParallel) -> None:
+        self._weight = weight  # (len(vocab), hidden)
+        self._vocab = vocab
+        self._parallel = parallel
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids (T,) -> (T, hidden), equal on all ranks."""
+        if self._parallel.size == 1:
+            return F.embedding(token_ids, self._weight)
+        elsewhere = (token_ids < self._vocab.start) | (token_ids >= self._vocab.stop)
+        local = (token_ids - self._vocab.start).masked_fill(elsewhere, 0)
+        rows = F.embedding(local, self._weight).masked_fill(elsewhere[:, None], 0)
+        # Each token's row is on one rank only; the sum hands it to all.
+        return self._parallel.all_reduce(rows)
+
+
+class VocabParallelHead:
+    """Holds the output rows of some of the vocabulary."""
+
+    def __init__(self, linear: PackedLinear, widths: tuple[int, ...], parallel: TensorParallel) -> None:
+        """`linear` yields float32; `widths`: vocabulary rows of every rank."""
+        self._linear = linear
+        self._widths = widths
+        self._parallel = parallel
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x (R, hidden) -> logits (R, vocabulary) float32 on rank 0, None elsewhere."""
+        return self._parallel.gather_columns(self._linear(x), self._widths)

@@ -1,0 +1,103 @@
+"""Rotary position embedding (Su et al. 2021): cosines and sines of a step's rows, in float32.
+
+Computed once a step for all layers, directly from the positions: there is no table whose length could be
+exceeded, and any stretching is only a different vector of frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from workers.kernels import StepBatch
+from workers.model.architecture import RotaryKind, RotarySpec
+
+
+class Rotary:
+    """The rotary embedding of one model.
+
+    DYNAMIC depends on the length of the context: rows of a step use the length their sequence has after it,
+    as transformers' `generate` does. So a prompt longer than the trained length gives transformers' numbers
+    when it is read in one step; keys that an earlier step wrote keep the frequencies of that step.
+    """
+
+    def __init__(self, spec: RotarySpec, device: torch.device) -> None:
+        self._spec = spec
+        self._frequencies = frequencies(spec).to(device)  # (dim / 2,)
+
+    def rows(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), both (T, dim / 2) float32."""
+        positions = batch.positions[:, None].float()
+        if self._spec.kind is RotaryKind.DYNAMIC and batch.max_context_len > self._spec.trained_positions:
+            angles = positions * self._dynamic_frequencies(batch)
+        else:
+            angles = positions * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._spec.attention_factor != 1.0:
+            cos, sin = cos * self._spec.attention_factor, sin * self._spec.attention_factor
+        return cos, sin
+
+    def _dynamic_frequencies(self, batch: StepBatch) -> torch.Tensor:
+        """(T, dim / 2): every row by the length of its sequence."""
+        query_lens = batch.query_starts.diff().long()
+        lengths = batch.context_lens.long().repeat_interleave(query_lens, output_size=len(batch.positions))
+        stretched = dynamic_frequencies(self._spec, lengths[:, None])
+        is_short = lengths[:, None] <= self._spec.trained_positions
+        return torch.where(is_short, self._frequencies, stretched)
+
+
+def frequencies(spec: RotarySpec) -> torch.Tensor:
+    """Radians per position of every pair, (dim / 2,) float32; of the unstretched length for DYNAMIC."""
+    plain = 1.0 / (spec.theta ** _exponents(spec.dim))
+    if spec.kind is RotaryKind.LINEAR:
+        return plain / spec.factor
+    if spec.kind is RotaryKind.LLAMA3:
+        return _llama3(spec, plain)
+    if spec.kind is RotaryKind.YARN:
+        return _yarn(spec)
+    return plain
+
+
+def dynamic_frequencies(spec: RotarySpec, lengths: torch.Tensor) -> torch.Tensor:
+    """NTK-aware frequencies for contexts of `lengths` (T, 1) tokens: (T, dim / 2)."""
+    stretch = spec.factor * lengths / spec.trained_positions - (spec.factor - 1)
+    base = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
+    return 1.0 / (base ** _exponents(spec.dim).to(lengths.device))
+
+
+def _exponents(dim: int) -> torch.Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32) / dim
+
+
+def _llama3(spec: RotarySpec, plain: torch.Tensor) -> torch.Tensor:
+    """Wavelengths above trained / low are divided, below trained / high kept, a smooth mix between."""
+    wavelengths = 2 * math.pi / plain
+    divided = torch.where(
+        wavelengths > spec.trained_positions / spec.low_freq_factor, plain / spec.factor, plain
+    )
+    span = spec.high_freq_factor - spec.low_freq_factor
+    smooth = (spec.trained_positions / wavelengths - spec.low_freq_factor) / span
+    mixed = (1 - smooth) * divided / spec.factor + smooth * divided
+    is_short = wavelengths < spec.trained_positions / spec.high_freq_factor
+    is_long = wavelengths > spec.trained_positions / spec.low_freq_factor
+    return torch.where(is_short | is_long, divided, mixed)
+
+
+def _yarn(spec: RotarySpec) -> torch.Tensor:
+    """Dimensions that turn often are kept, those that turn rarely divided, a ramp between (section 3.2)."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = spec.trained_positions / (rotations * 2 * math.pi)
+        return spec.dim * math.log(turns) / (2 * math.log(spec.theta))
+
+    low, high = dimension_of(spec.beta_fast), dimension_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    wavelengths = spec.theta ** _exponents(spec.dim)
+    return (1.0 / (spec.factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
