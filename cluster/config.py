@@ -1,8 +1,6 @@
-"""The one typed config tree. A YAML key, a `--set` path and an attribute are the same dotted name.
+"""Reading the config tree: unknown keys and mistyped values are refused by dotted path, ranges checked.
 
-The leaves are the frozen dataclasses that each part receives; this root composes them, refuses unknown keys
-and mistyped values with their dotted path, and checks the ranges. Facts that are measured at start (number of
-blocks, addresses) are never part of it.
+Every mistake is reported at once, as `cluster.problems.Problem`.
 """
 
 from __future__ import annotations
@@ -11,109 +9,15 @@ import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from cluster.config_tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
 from cluster.problems import ConfigError, Problem, join, unknown_key
 from cluster.yaml_tree import read_yaml
-from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 
-EMBEDDED_MODEL = "embedded"  # model.path of the model that ships with the package
-
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ParallelSettings(BaseModel):
-    """How the ranks of a group work together (their number is the pool's `tensor_parallel`)."""
-
-    model_config = _STRICT
-    step_timeout_s: float = 10.0  # a rank silent for longer ends the group
-    threads_per_rank: int | None = None  # CPU threads; None: cores of the machine / ranks on it
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-
-
-class PoolConfig(BaseModel):
-    """Worker groups of one kind; how many of them is `num_replicas` of the deployment of the same name."""
-
-    model_config = _STRICT
-    tensor_parallel: int = 1  # ranks of a group
-    cpus_per_rank: float = 1.0  # CPUs that Ray sets aside for a rank, in the group's placement group
-    gpus_per_rank: float | None = None  # None: 1 when parallel.device is cuda, else 0
-    placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"  # of ranks over machines
-    wait_for_resources: bool = False  # do not refuse a group that no machine known now can hold
-    start_timeout_s: float = 600.0  # longest time from the first rank's start to a loaded group
-    cache: CacheConfig = Field(default_factory=CacheConfig)
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    parallel: ParallelSettings = Field(default_factory=ParallelSettings)
-
-    def num_gpus_per_rank(self) -> float:
-        """GPUs that Ray sets aside for a rank."""
-        if self.gpus_per_rank is not None:
-            return self.gpus_per_rank
-        return 1.0 if self.parallel.device == "cuda" else 0.0
-
-    def bundles(self) -> list[dict[str, float]]:
-        """Placement group of a group: one bundle a rank. The front lives in the first and costs nothing."""
-        bundle = {"CPU": self.cpus_per_rank}
-        if self.num_gpus_per_rank():
-            bundle["GPU"] = self.num_gpus_per_rank()
-        return [dict(bundle) for _ in range(self.tensor_parallel)]
-
-    def group(self, model: ModelConfig) -> GroupConfig:
-        """What a group of this pool receives."""
-        parallel = ParallelConfig(
-            tensor_parallel=self.tensor_parallel,
-            step_timeout_s=self.parallel.step_timeout_s,
-            threads_per_rank=self.parallel.threads_per_rank,
-            device=self.parallel.device,
-        )
-        return GroupConfig(model=model, cache=self.cache, schedule=self.schedule, parallel=parallel)
-
-
-class PoolsConfig(BaseModel):
-    """The pools of worker groups."""
-
-    model_config = _STRICT
-    unified: PoolConfig = Field(default_factory=PoolConfig)  # prompt and generation in the same group
-
-    def names(self) -> list[str]:
-        """Names of the pools, which are also names of their Serve deployments."""
-        return list(type(self).model_fields)
-
-
-class RouterConfig(BaseModel):
-    """HTTP service and placement."""
-
-    model_config = _STRICT
-    policy: Literal["prefix", "round_robin", "least_loaded"] = "prefix"  # how a group is chosen
-
-
-class NetworkConfig(BaseModel):
-    """Where groups listen for routers, and ranks for each other."""
-
-    model_config = _STRICT
-    interface: Literal["loopback", "node"] = (
-        "loopback"  # node: the machine's own address, for several machines
-    )
-
-
-class SecurityConfig(BaseModel):
-    """What is refused by default because it would leave a port open to strangers."""
-
-    model_config = _STRICT
-    allow_ray_without_token: bool = False  # run although this Ray cluster takes commands from anyone
-
-
-class TandemConfig(BaseModel):
-    """Root of the tree: `args` of the application in a deployment file."""
-
-    model_config = _STRICT
-    model: ModelConfig = Field(default_factory=lambda: ModelConfig(path=EMBEDDED_MODEL))
-    pools: PoolsConfig = Field(default_factory=PoolsConfig)
-    router: RouterConfig = Field(default_factory=RouterConfig)
-    network: NetworkConfig = Field(default_factory=NetworkConfig)
-    security: SecurityConfig = Field(default_factory=SecurityConfig)
+__all__ = ["EMBEDDED_MODEL", "PoolConfig", "TandemConfig", "apply_overrides", "check_config", "parse_config"]
 
 
 class _Range(NamedTuple):
@@ -154,7 +58,13 @@ _RANGES: dict[str, _Range] = {
     "pools.*.parallel.threads_per_rank": _Range(least=1),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {"model.dtype": ("auto", "bfloat16", "float32")}
-_MOVED = {"pools.*.parallel.tensor_parallel": "pools.{}.tensor_parallel"}
+# Keys that look right but are written elsewhere, or that Tandem fills in.
+_ELSEWHERE = {
+    "pools.*.parallel.tensor_parallel": "it is pools.{}.tensor_parallel",
+    "router.http.model_name": "it is model.name",
+    "router.http.replica": "Tandem sets it",
+    "router.http.version": "Tandem sets it",
+}
 
 
 def parse_config(tree: Mapping[str, Any]) -> TandemConfig:
@@ -169,18 +79,39 @@ def check_config(tree: object) -> tuple[TandemConfig | None, list[Problem]]:
     """The typed tree and no problems, or None and every problem."""
     if not isinstance(tree, Mapping):
         return None, [Problem(path="", message="the config is a mapping", got=type(tree).__name__)]
-    model = tree.get("model", {})
-    if isinstance(model, Mapping) and "path" not in model:
-        tree = {**tree, "model": {**model, "path": EMBEDDED_MODEL}}
+    elsewhere = [_unknown(path, ()) for path in _paths(tree) if _pattern(path) in _ELSEWHERE]
     try:
         # JSON mode: strict about scalars, and lists and mappings become tuples and dataclasses.
-        config = TandemConfig.model_validate_json(json.dumps(tree, allow_nan=False))
+        config = TandemConfig.model_validate_json(json.dumps(_complete(tree), allow_nan=False))
     except ValidationError as error:
         return None, [_problem(tree, entry["type"], entry["loc"], entry["msg"]) for entry in error.errors()]
     except (TypeError, ValueError) as error:
         return None, [Problem(path="", message=f"not plain data: {error}")]
-    problems = [*_range_problems(config), *_cross_problems(config)]
+    problems = [*elsewhere, *_range_problems(config), *_cross_problems(config)]
     return (None, problems) if problems else (config, [])
+
+
+def _complete(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tree with the leaves' fields that have no default, where the file leaves them out."""
+    completed = {**tree}
+    for path, value in {("model", "path"): EMBEDDED_MODEL, ("router", "http", "model_name"): ""}.items():
+        node: Any = completed
+        for key in path[:-1]:
+            node[key] = dict(node[key]) if isinstance(node.get(key), Mapping) else node.get(key, {})
+            node = node[key]
+            if not isinstance(node, dict):
+                break
+        else:
+            node.setdefault(path[-1], value)
+    return completed
+
+
+def _paths(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
+    """Every dotted path the file gives."""
+    for key, value in tree.items():
+        yield (*path, key)
+        if isinstance(value, Mapping):
+            yield from _paths(value, (*path, key))
 
 
 def apply_overrides(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
@@ -231,7 +162,7 @@ def _first_unknown(keys: Sequence[str]) -> Problem | None:
         children = _children(kind)
         if children is None:
             return Problem(path=join(*keys), message=f"{join(*keys[:depth])} is a value, it has no parts")
-        if key not in children:
+        if key not in children or _pattern(keys[: depth + 1]) in _ELSEWHERE:
             return _unknown(keys[: depth + 1], children)
         kind = children[key]
     if _children(kind) is not None:
@@ -242,10 +173,8 @@ def _first_unknown(keys: Sequence[str]) -> Problem | None:
 
 def _unknown(path: Sequence[str], allowed: Iterable[str]) -> Problem:
     pattern = _pattern(path)
-    if pattern in _MOVED:
-        return Problem(
-            path=join(*path), message="unknown key", hint=f"it is {_MOVED[pattern].format(path[1])}"
-        )
+    if pattern in _ELSEWHERE:
+        return Problem(path=join(*path), message="unknown key", hint=_ELSEWHERE[pattern].format(path[1]))
     return unknown_key(join(*path), path[-1], allowed)
 
 
