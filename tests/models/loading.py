@@ -1,0 +1,35 @@
+"""From a folder to a decoder over a paged pool, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.models.paging import PagedModel
+from workers.model.checkpoint import Checkpoint
+from workers.model.decoder import load_decoder
+from workers.model.parallel import TensorParallel
+
+
+def paged_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+    parallel: TensorParallel | None = None,
+) -> PagedModel:
+    """Opens a checkpoint as a server does and puts its decoder over a pool of 256 blocks."""
+    checkpoint = Checkpoint(folder)
+    decoder = load_decoder(
+        checkpoint, checkpoint.spec, dtype, torch.device("cpu"), parallel or TensorParallel()
+    )
+    return PagedModel(decoder, block_size=block_size, dtype=dtype)
+
+
+def logits_of(model: PagedModel, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:
+    """Logits of every token of one sequence, (tokens, vocabulary)."""
+    sequence = model.start(token_ids)
+    model.read([sequence], chunk)
+    model.release(sequence)
+    return torch.stack(sequence.logits)

@@ -1,0 +1,89 @@
+"""Every way of stretching rotary positions against transformers, short and long, in either order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import checkpoints
+from tests.models.loading import logits_of, paged_model
+from tests.models.oracle import Oracle
+
+LLAMA = checkpoints.family("llama")
+
+
+def rope(kind: str, **values: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+KINDS = {
+    "default": rope("default"),
+    "linear": rope("linear", factor=4.0),
+    "dynamic": {**rope("dynamic", factor=4.0), "max_position_embeddings": 32},
+    "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    "yarn_not_truncated": rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+    "yarn_mscale": rope(
+        "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.2, mscale_all_dim=0.7
+    ),
+    "yarn_attention_factor": rope(
+        "yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.3, beta_fast=16.0
+    ),
+    "llama3": rope(
+        "llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scoring_short_and_long(kind: str, tmp_path: Path) -> None:
+    folder = checkpoints.build(tmp_path / "m", LLAMA, seed=3, **KINDS[kind])
+    model, oracle = paged_model(folder), Oracle(folder)
+    for length in (20, 60, 20, 32, 33):
+        text = checkpoints.prompt_ids(length)
+        torch.testing.assert_close(logits_of(model, text), oracle.logits(text), atol=1e-4, rtol=0)
+
+
+def test_a_short_text_after_a_long_one_is_not_stretched(tmp_path: Path) -> None:
+    folder = checkpoints.build(tmp_path / "m", LLAMA, seed=3, **KINDS["dynamic"])
+    plain = checkpoints.build(tmp_path / "p", LLAMA, seed=3, max_position_embeddings=32)
+    model, short, long = paged_model(folder), checkpoints.prompt_ids(32), checkpoints.prompt_ids(60)
+    first = logits_of(model, short)
+    long_logits = logits_of(model, long)
+    assert torch.equal(logits_of(model, short), first)
+    assert torch.equal(logits_of(paged_model(plain), short), first)
+    assert float((logits_of(paged_model(plain), long) - long_logits).abs().max()) > 0.5
+    # A short sequence in the same step as a long one keeps its own frequencies.
+    sequences = [model.start(long), model.start(short)]
+    model.read(sequences, None)
+    torch.testing.assert_close(torch.stack(sequences[1].logits), first, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_generation_across_the_trained_length(kind: str, tmp_path: Path) -> None:
+    prompt = checkpoints.prompt_ids(20)
+    for seed in range(40):
+        folder = checkpoints.build(tmp_path / str(seed), LLAMA, seed=seed, **KINDS[kind])
+        wanted = Oracle(folder).continuation(prompt, 24)
+        if wanted.margin >= checkpoints.MARGIN:
+            break
+    assert wanted.margin >= checkpoints.MARGIN
+    assert paged_model(folder).greedy([prompt], 24) == [wanted.token_ids]
+
+
+def test_the_spelling_before_transformers_5(tmp_path: Path) -> None:
+    """`rope_theta` and `rope_scaling` with `type` instead of `rope_parameters`."""
+    folder = checkpoints.build(tmp_path / "m", LLAMA, seed=3, **KINDS["linear"])
+    wanted = Oracle(folder).logits(checkpoints.prompt_ids(40))
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    (folder / "config.json").write_text(json.dumps(config))
+    ours = logits_of(paged_model(folder), checkpoints.prompt_ids(40))
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
