@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from workers.kernels.compiler import KernelsUnavailable, default_cache, library
 from workers.kernels.interface import Kernels
+from workers.kernels.library import Library
+from workers.kernels.native import DTYPES, CpuKernels
 from workers.kernels.reference import TorchKernels
+
+logger = logging.getLogger(__name__)
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels that work for `dtype` on `device`."""
-    return TorchKernels()
+    """The fastest kernels that work for `dtype` on `device`. May compile: call once, at load."""
+    if device.type != "cpu" or dtype not in DTYPES:
+        return TorchKernels()
+    try:
+        return CpuKernels(Library(library(default_cache())), dtype)
+    except KernelsUnavailable as error:
+        logger.warning(
+            "CPU kernels are not available, using torch operators (several times slower): %s", error
+        )
+        return TorchKernels()

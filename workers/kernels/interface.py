@@ -1,4 +1,4 @@
-"""What every kernel set offers. The decoder holds one object of this kind and asks no further about the device.
+"""What every kernel set offers. The decoder holds one object of this kind and asks no more about the device.
 
 Life of a step in terms of these calls, per layer: `rms_norm` (or `add_rms_norm`) -> packed QKV linear ->
 `rotary_and_write` -> `paged_attention` -> packed output linear -> `add_rms_norm` -> packed gate/up linear ->

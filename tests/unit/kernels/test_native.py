@@ -1,0 +1,204 @@
+"""The C++ kernels against their torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.kernels.batches import make_batch, make_pool
+from workers.kernels import Kernels, TorchKernels, kernels_for
+from workers.kernels.native import CpuKernels
+
+REFERENCE = TorchKernels()
+DTYPES = [torch.float32, torch.bfloat16]
+CPU = torch.device("cpu")
+MIXES = [
+    [(0, 1)],
+    [(0, 7)],
+    [(5, 1), (200, 1), (63, 1), (64, 1)],
+    [(0, 40), (129, 1), (30, 17), (0, 1)],
+    [(100, 70)],
+]
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def kernels(request: pytest.FixtureRequest) -> tuple[Kernels, torch.dtype]:
+    found = kernels_for(CPU, request.param)
+    assert isinstance(found, CpuKernels)
+    return found, request.param
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Within two units in the last place of bfloat16, or 2e-5 in float32."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    tolerance = 2e-5 if found.dtype == torch.float32 else 1.6e-2
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (1, 576), (3, 37), (130, 576), (5, 3, 64), (2, 0, 8)])
+def test_rms_norm(kernels: tuple[Kernels, torch.dtype], shape: tuple[int, ...]) -> None:
+    own, dtype = kernels
+    x, weight = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1]).to(dtype)
+    assert_close(own.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_reads_heads_of_a_fused_row(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    fused, weight = torch.randn(4, 10 * 24).to(dtype), torch.randn(24).to(dtype)
+    heads = fused[:, 24 : 24 * 4].view(4, 3, 24)
+    assert_close(own.rms_norm(heads, weight, 1e-6), REFERENCE.rms_norm(heads.clone(), weight, 1e-6))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 576), (3, 37), (200, 576)])
+def test_add_rms_norm(kernels: tuple[Kernels, torch.dtype], shape: tuple[int, int]) -> None:
+    own, dtype = kernels
+    x, residual, weight = (torch.randn(s).to(dtype) for s in (shape, shape, shape[-1:]))
+    wanted = REFERENCE.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    found = own.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    assert_close(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 2), (3, 74), (70, 3072)])
+def test_activations(kernels: tuple[Kernels, torch.dtype], shape: tuple[int, int]) -> None:
+    own, dtype = kernels
+    x = (torch.randn(shape) * 8).to(dtype)
+    assert_close(own.silu_mul(x), REFERENCE.silu_mul(x))
+    assert_close(own.gelu_new(x), REFERENCE.gelu_new(x))
+    large = torch.tensor([[-3e38, 3e38, -100.0, 100.0, 1.0, 1.0, 1.0, 1.0]]).to(dtype)
+    assert_close(own.silu_mul(large), REFERENCE.silu_mul(large))
+
+
+def test_layer_norm(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    x, weight, bias = (torch.randn(s).to(dtype) for s in ((5, 48), (48,), (48,)))
+    assert_close(own.layer_norm(x, weight, bias, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("rotary", [None, 16, 24])
+@pytest.mark.parametrize("mix", [[], *MIXES])
+def test_rotary_and_write(
+    kernels: tuple[Kernels, torch.dtype], rotary: int | None, mix: list[tuple[int, int]]
+) -> None:
+    own, dtype = kernels
+    heads, kv_heads, dim, block_size = 6, 2, 24, 8
+    batch = make_batch(mix, block_size, 60)
+    tokens = batch.positions.shape[0]
+    fused = torch.randn(tokens, heads + 2 * kv_heads, dim).to(dtype)
+    angles = None if rotary is None else torch.rand(tokens, rotary // 2) * 6
+    cos, sin = (None, None) if angles is None else (angles.cos(), angles.sin())
+    results = []
+    for each in (own, REFERENCE):
+        pool = make_pool(60, kv_heads, block_size, dim, dtype)
+        q, k, v = fused.clone().split([heads, kv_heads, kv_heads], dim=1)
+        turned = each.rotary_and_write(q, k, v, cos, sin, batch, pool[:, :, 1, 0], pool[:, :, 1, 1])
+        results.append((turned, pool))
+    assert_close(results[0][0], results[1][0])
+    assert_close(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"), [(9, 3, 64, 16), (4, 4, 8, 32), (8, 1, 80, 8), (7, 1, 40, 5)]
+)
+def test_paged_attention(
+    kernels: tuple[Kernels, torch.dtype],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    mix: list[tuple[int, int]],
+    window: int | None,
+) -> None:
+    own, dtype = kernels
+    batch = make_batch(mix, block_size, 120)
+    pool = make_pool(120, kv_heads, block_size, dim, dtype)
+    q = torch.randn(batch.positions.shape[0], heads + 1, dim).to(dtype)[:, :heads]
+    caches = pool[:, :, 1, 0], pool[:, :, 1, 1]
+    found = own.paged_attention(q, *caches, batch, dim**-0.5, window)
+    assert_close(found, REFERENCE.paged_attention(q, *caches, batch, dim**-0.5, window))
+
+
+def test_attention_of_more_heads_than_a_tile(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    batch, pool = make_batch([(0, 3), (20, 1)], 16, 8), make_pool(8, 1, 16, 16, dtype)
+    q = torch.randn(4, 100, 16).to(dtype)
+    caches = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    assert_close(
+        own.paged_attention(q, *caches, batch, 0.25, None),
+        REFERENCE.paged_attention(q, *caches, batch, 0.25, None),
+    )
+
+
+def test_attention_without_rows(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    batch, pool = make_batch([], 16, 8), make_pool(8, 1, 16, 16, dtype)
+    q = torch.empty(0, 4, 16, dtype=dtype)
+    assert own.paged_attention(q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 0.25, None).shape == (0, 4, 16)
+
+
+def test_attention_row_knows_neither_neighbours_nor_cuts(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    pool = make_pool(120, 3, 16, 64, dtype)
+    caches = pool[:, :, 2, 0], pool[:, :, 2, 1]
+    q = torch.randn(150, 9, 64).to(dtype)
+    whole = make_batch([(0, 150)], 16, 120)
+    wanted = own.paged_attention(q, *caches, whole, 0.125, None)
+    for start, stop in [(0, 1), (0, 33), (33, 100), (100, 149), (149, 150)]:
+        piece = make_batch([(start, stop - start)], 16, 120)
+        assert torch.equal(piece.block_tables[0], whole.block_tables[0, : piece.block_tables.shape[1]])
+        found = own.paged_attention(q[start:stop], *caches, piece, 0.125, None)
+        assert torch.equal(found, wanted[start:stop])
+
+
+LINEARS = [
+    (64, 2, False),
+    (1, 64, True),
+    (960, 576, False),
+    (50, 1536, True),
+    (130, 74, True),
+    (192, 4100, False),
+]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 6, 7, 13, 97, 200])
+@pytest.mark.parametrize(("out_features", "in_features", "has_bias"), LINEARS)
+def test_linear(
+    kernels: tuple[Kernels, torch.dtype], rows: int, out_features: int, in_features: int, has_bias: bool
+) -> None:
+    own, dtype = kernels
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
+    bias = torch.randn(out_features).to(dtype) if has_bias else None
+    x = torch.randn(rows, in_features + 6).to(dtype)[:, :in_features]
+    for out_dtype in (dtype, torch.float32):
+        exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert_close(own.pack_linear(weight, bias, out_dtype)(x), exact.to(out_dtype))
+
+
+def test_linear_row_knows_no_neighbours() -> None:
+    own = kernels_for(CPU, torch.bfloat16)
+    weight = torch.randn(960, 576).bfloat16()
+    linear = own.pack_linear(weight)
+    x = torch.randn(300, 576).bfloat16()
+    wanted = linear(x)
+    for rows in (1, 2, 3, 5, 8, 64, 97):
+        assert torch.equal(linear(x[:rows]), wanted[:rows])
+
+
+def test_one_openmp_runtime() -> None:
+    kernels_for(CPU, torch.float32)
+    with open("/proc/self/maps") as file:
+        runtimes = {line.split()[-1] for line in file if "omp" in line.rsplit("/", 1)[-1]}
+    assert len(runtimes) == 1

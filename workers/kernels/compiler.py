@@ -1,0 +1,113 @@
+"""Compiles the C++ kernels for this machine, once.
+
+The library lies in the user's cache folder under a key of sources, compiler and CPU flags. Ranks that start
+at the same time wait for one of them to compile; the file appears by a rename, so nobody loads half of one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "cpu"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+COMPILE_TIMEOUT_S = 300.0
+MACHINES = ("x86_64", "AMD64")
+
+
+class KernelsUnavailable(Exception):
+    """The C++ kernels cannot be had on this machine; the message says why and what would help."""
+
+
+def default_cache() -> Path:
+    """Where compiled kernels are kept."""
+    return Path.home() / ".cache" / "tandem" / "kernels"
+
+
+def library(cache: Path) -> Path:
+    """The compiled library for this machine, built now if it is not there. Raises KernelsUnavailable."""
+    path = _target(cache)
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent / "lock"):
+            if not path.exists():
+                _compile(path)
+    except OSError as error:
+        raise KernelsUnavailable(f"cannot write compiled kernels to {path.parent}: {error}") from error
+    return path
+
+
+def _compiler() -> str:
+    found = shutil.which("g++")
+    if found is None:
+        raise KernelsUnavailable("no C++ compiler found; install g++ for fast CPU kernels")
+    return found
+
+
+def _target(cache: Path) -> Path:
+    if platform.machine() not in MACHINES or sys.platform != "linux":
+        raise KernelsUnavailable(f"no C++ kernels for {sys.platform} on {platform.machine()}")
+    key = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".h", ".cpp"):
+            key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True, timeout=30).stdout
+    key.update(version + _cpu_flags() + " ".join(FLAGS).encode())
+    return cache / key.hexdigest()[:20] / "kernels.so"
+
+
+def _cpu_flags() -> bytes:
+    with open("/proc/cpuinfo", "rb") as file:
+        return next((line for line in file if line.startswith(b"flags")), b"")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `path`; the kernel drops it should this process die."""
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    with open(path, "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise KernelsUnavailable(
+                        f"another process held {path} for {COMPILE_TIMEOUT_S:.0f} s"
+                    ) from None
+                time.sleep(0.05)
+        yield
+
+
+def _compile(path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        command = [_compiler(), *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise KernelsUnavailable(f"{command[0]} did not end within {COMPILE_TIMEOUT_S:.0f} s") from None
+        if done.returncode != 0:
+            raise KernelsUnavailable(f"{command[0]} failed on the CPU kernels:\n{done.stderr[-2000:]}")
+        os.replace(built, path)

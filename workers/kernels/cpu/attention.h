@@ -1,0 +1,101 @@
+// Paged attention of a tile of query rows (tokens x the query heads of one kv head) of one sequence.
+//
+// Keys are taken in groups of KEYS positions, aligned at multiples of KEYS from the start of the sequence; each
+// group is one online-softmax update (Milakov and Gimelshein 2018). A masked position gives probability exactly 0
+// and a wholly masked group changes nothing, so a row's result depends neither on the rows that share its tile
+// nor on how the prompt was cut. Storage T is float or bf16; sums and softmax are float, and with AVX512-BF16
+// probabilities enter the second product as bf16.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "gemm.h"
+#include "simd.h"
+
+constexpr int KEYS = 64, TILE_ROWS = 96;
+
+template <class T> struct Cache {  // (num_blocks, kv_heads, block_size, d), strides in elements
+  T *k, *v;
+  long block_stride, head_stride, block_size;
+};
+template <class T> struct Attention {
+  const T* q;  // (T, heads, d)
+  long q_stride;
+  T* out;  // (T, heads, d), dense
+  Cache<T> cache;
+  const int32_t *query_starts, *context_lens, *tables;
+  long num_sequences, table_width, heads, kv_heads, d, window;  // window 0: none
+  float scale;
+
+  long group() const { return heads / kv_heads; }
+  long tile_tokens() const { return std::max(1L, TILE_ROWS / group()); }
+  long query_len(long s) const { return query_starts[s + 1] - query_starts[s]; }
+};
+struct AttentionTask {
+  int sequence, head, first;  // kv head, first token of the query tile
+  long cost;
+};
+// All tiles, dearest first, so that threads end together.
+template <class T> std::vector<AttentionTask> attention_tasks(const Attention<T>& a) {
+  std::vector<AttentionTask> tasks;
+  bool prompts = false;
+  for (long s = 0; s < a.num_sequences; s++)
+    for (long n = a.query_len(s), i = 0; i < n; i += a.tile_tokens())
+      for (long h = 0; h < a.kv_heads; h++) {
+        long tokens = std::min(a.tile_tokens(), n - i);
+        tasks.push_back({int(s), int(h), int(i), (a.context_lens[s] - n + i + tokens) * (tokens * a.group() + 4)});
+        prompts |= n > 1;
+      }
+  if (prompts)
+    std::stable_sort(tasks.begin(), tasks.end(), [](auto& x, auto& y) { return x.cost > y.cost; });
+  return tasks;
+}
+
+// Private to a thread, sized for one tile.
+struct AttentionScratch {
+  std::vector<float> space;
+  float *scores, *out, *max, *sum, *keys, *values, *queries, *weights;  // the last four hold T in any form
+  AttentionScratch(long group, long d) {
+    long rows = std::max<long>(TILE_ROWS, group), wide = (d + 15) / 16 * 16;
+    space.resize(rows * (2 * KEYS + 2 * wide + 2) + 2 * KEYS * wide + 64);
+    float* at = (float*)((uintptr_t(space.data()) + 63) / 64 * 64);
+    scores = at, at += rows * KEYS;
+    weights = at, at += rows * KEYS;
+    out = at, at += rows * wide;
+    queries = at, at += rows * wide;
+    keys = at, at += KEYS * wide;
+    values = at, at += KEYS * wide;
+    max = at, at += rows;
+    sum = at;
+  }
+};
+
+// ---- float products, any storage ----
+template <class T> struct WideProducts {
+  static void load_query(const T* q, AttentionScratch& s, long row, long d, long wide) {
+    load_row(q, s.queries + row * wide, d);
+  }
+  // keys as [d][KEYS], values as [KEYS][wide]; positions from `count` on are zero.
+  static void load_group(const T* const* k, const T* const* v, int count, AttentionScratch& s, long d, long wide) {
+    for (int j = 0; j < KEYS; j++)
+      for (long i = 0; i < d; i++) {
+        s.keys[i * KEYS + j] = j < count ? widen(k[j][i]) : 0.f;
+        s.values[j * wide + i] = j < count ? widen(v[j][i]) : 0.f;
+      }
+  }
+  static void score(AttentionScratch& s, long rows, long d, long wide) {
+    for (long r = 0; r < rows; r++) {
+      float sum[KEYS] = {};
+      for (long i = 0; i < d; i++)
+        for (int j = 0; j < KEYS; j++) sum[j] += s.queries[r * wide + i] * s.keys[i * KEYS + j];
+      memcpy(s.scores + r * KEYS, sum, sizeof sum);
+    }
+  }
+  static void put_weights(AttentionScratch& s, long row, const float* p) { memcpy(s.weights + row * KEYS, p, KEYS * 4); }
+  static void add_values(AttentionScratch& s, long rows, long d, long wide) {
+    for (long r = 0; r < rows; r++)
+      for (int j = 0; j < KEYS; j++)
+        for (long i = 0; i < d; i++) s.out[r * wide + i] += s.weights[r * KEYS + j] * s.values[j * wide + i];
+  }
+};

@@ -1,0 +1,75 @@
+// The two products of attention by vdpbf16ps: keys as [d / 2][KEYS][2], values as [KEYS / 2][d][2].
+#pragma once
+#include "attention.h"
+#ifdef __AVX512BF16__
+
+// 16 rows of 16 pairs -> 16 columns, each written as one line of `to` (a stride of KEYS pairs).
+inline void transpose_pairs(__m512i* r, uint32_t* to) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2)
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; j++) {
+      t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+      t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; j++) {
+    __m512i even = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88), odd = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+    _mm512_storeu_si512(to + j * KEYS, even);
+    _mm512_storeu_si512(to + (j + 8) * KEYS, odd);
+  }
+}
+
+struct PairProducts {
+  static void load_query(const bf16* q, AttentionScratch& s, long row, long d, long wide) {
+    memcpy((bf16*)s.queries + row * wide, q, d * 2);
+  }
+  static __m512i pairs_at(const bf16* p, long i, long d) {  // elements i .. i + 31, zero from d on
+    long n = d - i;
+    return n >= 32 ? _mm512_loadu_si512(p + i) : _mm512_maskz_loadu_epi16(__mmask32((1u << n) - 1), p + i);
+  }
+  static void load_group(const bf16* const* k, const bf16* const* v, int count, AttentionScratch& s, long d, long wide) {
+    for (int j = 0; j < KEYS; j += 16)
+      for (long i = 0; i < d; i += 32) {
+        __m512i r[16];
+        for (int n = 0; n < 16; n++) r[n] = j + n < count ? pairs_at(k[j + n], i, d) : _mm512_setzero_si512();
+        alignas(64) uint32_t spare[16 * KEYS];
+        uint32_t* to = (uint32_t*)s.keys + i / 2 * KEYS + j;
+        if (i / 2 + 16 <= wide / 2) {
+          transpose_pairs(r, to);
+          continue;
+        }
+        transpose_pairs(r, spare);
+        for (int n = 0; n < 8; n++) memcpy(to + n * KEYS, spare + n * KEYS, 64);
+      }
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int j = 0; j < KEYS; j += 2)
+      for (long i = 0; i < d; i += 32) {
+        __m512i a = j < count ? pairs_at(v[j], i, d) : _mm512_setzero_si512();
+        __m512i b = j + 1 < count ? pairs_at(v[j + 1], i, d) : _mm512_setzero_si512();
+        uint32_t* to = (uint32_t*)s.values + j / 2 * wide + i;
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
+        if (i + 16 < wide) _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, high, b));
+      }
+  }
+  static void score(AttentionScratch& s, long rows, long d, long wide) {
+    panel((const char*)s.queries, wide * 2, int(rows), (const char*)s.keys, KEYS * 4, KEYS / 16, int(d / 2), s.scores, KEYS, false);
+  }
+  static void put_weights(AttentionScratch& s, long row, const float* p) {
+    for (int j = 0; j < KEYS; j += 16)
+      _mm256_storeu_si256((__m256i*)((bf16*)s.weights + row * KEYS + j), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(p + j)));
+  }
+  static void add_values(AttentionScratch& s, long rows, long, long wide) {
+    for (long i = 0; i < wide; i += UNIT)
+      panel((const char*)s.weights, KEYS * 2, int(rows), (const char*)((uint32_t*)s.values + i), wide * 4,
+            int(std::min<long>(4, (wide - i) / 16)), KEYS / 2, s.out + i, wide, true);
+  }
+};
+#endif

@@ -1,0 +1,145 @@
+// The C entry points that workers/kernels/native.py calls, one per operator; `dtype` 0 is float, 1 is bf16.
+// Every entry splits its work over an OpenMP team (the runtime that torch has loaded) and returns when done.
+#include <omp.h>
+
+#include <atomic>
+
+#include "attend.h"
+#include "rows.h"
+
+namespace {
+constexpr long ROW_GRAIN = 1 << 14;  // elements worth a second thread
+
+template <class F> void for_rows(long rows, long elements_per_row, int threads, F body) {
+  int team = int(std::min<long>(threads, 1 + rows * elements_per_row / ROW_GRAIN));
+  if (team <= 1) {
+    for (long r = 0; r < rows; r++) body(r);
+    return;
+  }
+#pragma omp parallel for num_threads(team) schedule(static)
+  for (long r = 0; r < rows; r++) body(r);
+}
+// Tasks of different cost: each thread makes its scratch once and takes the next task when free.
+template <class Make, class F> void for_tasks(long tasks, int threads, Make make, F body) {
+  std::atomic<long> next{0};
+#pragma omp parallel num_threads(int(std::min<long>(threads, tasks)))
+  {
+    auto scratch = make();
+    for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(i, scratch);
+  }
+}
+template <class T> T* row_scratch(long n) {
+  static thread_local std::vector<T> space;
+  if (long(space.size()) < n) space.resize(n);
+  return space.data();
+}
+
+// x rows (outer, inner) at two strides; out dense.
+template <class T>
+void rms_norm(const T* x, long outer, long inner, long outer_stride, long inner_stride, long n, const T* weight, float eps, T* out, int threads) {
+  for_rows(outer * inner, n, threads, [&](long r) {
+    rms_norm_row(x + r / inner * outer_stride + r % inner * inner_stride, weight, eps, out + r * n, n, row_scratch<float>(n));
+  });
+}
+template <class T>
+void rotary_and_write(T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, const float* cos, const float* sin, long half,
+                      long tokens, long heads, long kv_heads, long d, const int64_t* slots, Cache<T> cache, int threads) {
+  for_rows(tokens, (heads + 2 * kv_heads) * d, threads, [&](long t) {
+    const float *c = cos + t * half, *s = sin + t * half;
+    T* to_k = cache.k + slots[t] / cache.block_size * cache.block_stride + slots[t] % cache.block_size * d;
+    T* to_v = cache.v + (to_k - cache.k);
+    for (long h = 0; half && h < heads; h++) rotate_head(q + t * q_stride + h * d, q + t * q_stride + h * d, c, s, half);
+    for (long h = 0; h < kv_heads; h++, to_k += cache.head_stride, to_v += cache.head_stride) {
+      const T* from = k + t * k_stride + h * d;
+      rotate_head(from, to_k, c, s, half);
+      memcpy(to_k + 2 * half, from + 2 * half, (d - 2 * half) * sizeof(T));
+      memcpy(to_v, v + t * v_stride + h * d, d * sizeof(T));
+    }
+  });
+}
+template <class T> void attention(const Attention<T>& a, int threads) {
+  auto tasks = attention_tasks(a);
+  for_tasks(long(tasks.size()), threads, [&] { return AttentionScratch(a.group(), a.d); },
+            [&](long i, AttentionScratch& scratch) { attend(a, tasks[i], scratch); });
+}
+}  // namespace
+
+#define BY_DTYPE(call)      \
+  do {                      \
+    if (dtype) {            \
+      using T = bf16;       \
+      call;                 \
+    } else {                \
+      using T = float;      \
+      call;                 \
+    }                       \
+  } while (0)
+
+extern "C" {
+// 1 when pack / linear exist in this build.
+int tandem_has_linear() {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+void tandem_rms_norm(int dtype, const void* x, long outer, long inner, long outer_stride, long inner_stride, long n,
+                     const void* weight, float eps, void* out, int threads) {
+  BY_DTYPE(rms_norm((const T*)x, outer, inner, outer_stride, inner_stride, n, (const T*)weight, eps, (T*)out, threads));
+}
+void tandem_add_rms_norm(int dtype, const void* x, void* residual, long rows, long n, const void* weight, float eps,
+                         void* out, int threads) {
+  BY_DTYPE(for_rows(rows, n, threads, [&](long r) {
+    add_rms_norm_row((const T*)x + r * n, (T*)residual + r * n, (const T*)weight, eps, (T*)out + r * n, n, row_scratch<float>(n));
+  }));
+}
+void tandem_rotary_and_write(int dtype, void* q, long q_stride, const void* k, long k_stride, const void* v, long v_stride,
+                             const float* cos, const float* sin, long half, long tokens, long heads, long kv_heads, long d,
+                             const int64_t* slots, void* k_cache, void* v_cache, long block_stride, long head_stride,
+                             long block_size, int threads) {
+  BY_DTYPE(rotary_and_write((T*)q, q_stride, (const T*)k, k_stride, (const T*)v, v_stride, cos, sin, half, tokens, heads,
+                            kv_heads, d, slots, Cache<T>{(T*)k_cache, (T*)v_cache, block_stride, head_stride, block_size},
+                            threads));
+}
+void tandem_attention(int dtype, const void* q, long q_stride, void* out, void* k_cache, void* v_cache, long block_stride,
+                      long head_stride, long block_size, const int32_t* query_starts, const int32_t* context_lens, const int32_t* tables, long num_sequences,
+                      long table_width, long heads, long kv_heads, long d, long window, float scale, int threads) {
+  BY_DTYPE(attention(Attention<T>{(const T*)q, q_stride, (T*)out,
+                                  {(T*)k_cache, (T*)v_cache, block_stride, head_stride, block_size},
+                                  query_starts, context_lens, tables, num_sequences, table_width, heads, kv_heads, d,
+                                  window, scale}, threads));
+}
+void tandem_silu_mul(int dtype, const void* gate_up, long row_stride, void* out, long rows, long n, int threads) {
+  BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) {
+    silu_mul_row((const T*)gate_up + r * row_stride, (const T*)gate_up + r * row_stride + n, (T*)out + r * n, n);
+  }));
+}
+void tandem_gelu_new(int dtype, const void* x, void* out, long rows, long n, int threads) {
+  BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) { gelu_new_row((const T*)x + r * n, (T*)out + r * n, n); }));
+}
+#ifdef __AVX512BF16__
+long tandem_packed_bytes(long n, long k) { return long(Units{size_t(n), size_t(k)}.bytes()); }
+void tandem_pack(const bf16* weight, long n, long k, char* packed, int threads) {
+  Units units{size_t(n), size_t(k)};
+  for_rows(long(units.count()), UNIT * k, threads, [&](long u) {
+    pack_unit(weight, units, size_t(u), [&](size_t column) { return column < size_t(n) ? long(column) : -1L; }, packed);
+  });
+}
+// out (rows, n) = x (rows, k; x_stride elements apart) * packed + bias; out_float: float instead of bf16.
+void tandem_linear(const bf16* x, long x_stride, long rows, long k, long n, const char* packed, const float* bias, void* out,
+                   int out_float, int threads) {
+  Units units{size_t(n), size_t(k)};
+  long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  for_tasks(long(units.count()) * chunks, threads, [] { return 0; }, [&](long i, int) {
+    long row0 = i % chunks * CHUNK_ROWS;
+    unit_rows((const char*)(x + row0 * x_stride), size_t(x_stride) * 2, size_t(std::min<long>(CHUNK_ROWS, rows - row0)), packed, units,
+              size_t(i / chunks), [&](size_t r, size_t column, int vecs, const float* sums) {
+                size_t at = (size_t(row0) + r) * size_t(n);
+                if (out_float) finish_row(sums, column, vecs, size_t(n), bias, (float*)out + at);
+                else finish_row(sums, column, vecs, size_t(n), bias, (bf16*)out + at);
+              });
+  });
+}
+#endif
+}

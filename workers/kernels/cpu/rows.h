@@ -1,0 +1,44 @@
+// Operators on one row. T is float or bf16 in memory; arithmetic is float. `row` is scratch of n floats.
+#pragma once
+#include <cmath>
+
+#include "simd.h"
+
+template <class T> inline void norm_from(const float* row, const T* weight, float eps, T* out, size_t n) {
+  float scale = 1.f / std::sqrt(lane_sum(n, [&](size_t i) { return row[i] * row[i]; }) / float(n) + eps);
+  for (size_t i = 0; i < n; i++) put(out[i], row[i] * scale * widen(weight[i]));
+}
+template <class T> inline void rms_norm_row(const T* x, const T* weight, float eps, T* out, size_t n, float* row) {
+  load_row(x, row, n);
+  norm_from(row, weight, eps, out, n);
+}
+// residual += x (rounded to T, as the next layer will see it), out = norm of that sum.
+template <class T>
+inline void add_rms_norm_row(const T* x, T* residual, const T* weight, float eps, T* out, size_t n, float* row) {
+  for (size_t i = 0; i < n; i++) {
+    put(residual[i], widen(residual[i]) + widen(x[i]));
+    row[i] = widen(residual[i]);
+  }
+  norm_from(row, weight, eps, out, n);
+}
+// Pairs (i, i + half) of one head turn by the angle of (cos[i], sin[i]); in and out may be the same.
+template <class T> inline void rotate_head(const T* in, T* out, const float* cos, const float* sin, size_t half) {
+  for (size_t i = 0; i < half; i++) {
+    float a = widen(in[i]), b = widen(in[i + half]);
+    put(out[i], a * cos[i] - b * sin[i]);
+    put(out[i + half], b * cos[i] + a * sin[i]);
+  }
+}
+inline float sigmoid(float x) {
+  float e = exp_(x < 0.f ? x : -x);
+  return (x < 0.f ? e : 1.f) / (1.f + e);
+}
+template <class T> inline void silu_mul_row(const T* gate, const T* up, T* out, size_t n) {
+  for (size_t i = 0; i < n; i++) put(out[i], widen(gate[i]) * sigmoid(widen(gate[i])) * widen(up[i]));
+}
+template <class T> inline void gelu_new_row(const T* x, T* out, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    float v = widen(x[i]);
+    put(out[i], v * sigmoid(1.5957691216f * (v + 0.044715f * v * v * v)));  // v (1 + tanh(z)) / 2; 2 sqrt(2 / pi)
+  }
+}

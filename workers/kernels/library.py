@@ -1,0 +1,55 @@
+"""The C entry points of the compiled kernels, with their argument types."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_long, c_void_p
+from pathlib import Path
+
+POINTER, SIZE, FLAG, REAL = c_void_p, c_long, c_int, c_float
+
+SIGNATURES: dict[str, list[type]] = {
+    "tandem_rms_norm": [FLAG, POINTER, *[SIZE] * 5, POINTER, REAL, POINTER, FLAG],
+    "tandem_add_rms_norm": [FLAG, POINTER, POINTER, SIZE, SIZE, POINTER, REAL, POINTER, FLAG],
+    "tandem_rotary_and_write": [
+        *[FLAG, POINTER, SIZE, POINTER, SIZE, POINTER, SIZE],
+        *[POINTER, POINTER, SIZE, SIZE, SIZE, SIZE, SIZE],
+        *[POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, FLAG],
+    ],
+    "tandem_attention": [
+        *[FLAG, POINTER, SIZE, POINTER, POINTER, POINTER, SIZE, SIZE, SIZE],
+        *[POINTER, POINTER, POINTER, *[SIZE] * 6, REAL, FLAG],
+    ],
+    "tandem_silu_mul": [FLAG, POINTER, SIZE, POINTER, SIZE, SIZE, FLAG],
+    "tandem_gelu_new": [FLAG, POINTER, POINTER, SIZE, SIZE, FLAG],
+}
+# Only where the CPU has AVX512-BF16.
+LINEAR_SIGNATURES: dict[str, list[type]] = {
+    "tandem_pack": [POINTER, SIZE, SIZE, POINTER, FLAG],
+    "tandem_linear": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, POINTER, POINTER, FLAG, FLAG],
+}
+
+
+class Library:
+    """The loaded library; one attribute per entry point."""
+
+    def __init__(self, path: Path) -> None:
+        # torch must have been imported: then its libgomp, of the same name, is the OpenMP runtime of both.
+        loaded = ctypes.CDLL(str(path))
+        self.has_linear = bool(loaded.tandem_has_linear())
+        entries = SIGNATURES | (LINEAR_SIGNATURES if self.has_linear else {})
+        for name, types in entries.items():
+            entry = getattr(loaded, name)
+            entry.argtypes, entry.restype = types, None
+        self.rms_norm = loaded.tandem_rms_norm
+        self.add_rms_norm = loaded.tandem_add_rms_norm
+        self.rotary_and_write = loaded.tandem_rotary_and_write
+        self.attention = loaded.tandem_attention
+        self.silu_mul = loaded.tandem_silu_mul
+        self.gelu_new = loaded.tandem_gelu_new
+        if self.has_linear:
+            self.pack = loaded.tandem_pack
+            self.linear = loaded.tandem_linear
+            loaded.tandem_packed_bytes.argtypes = [SIZE, SIZE]
+            loaded.tandem_packed_bytes.restype = SIZE
+            self.packed_bytes = loaded.tandem_packed_bytes

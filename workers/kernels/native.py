@@ -1,0 +1,214 @@
+"""The C++ kernels of workers/kernels/cpu as `workers.kernels.interface.Kernels`, for bfloat16 and float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from workers.kernels.batch import StepBatch
+from workers.kernels.interface import PackedLinear
+from workers.kernels.library import Library
+from workers.kernels.reference import TorchKernels, TorchLinear
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C entry points number them
+PAGE_ALIGNMENT = 64  # bytes, of packed weights
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """A bfloat16 linear layer over packed columns."""
+
+    library: Library
+    packed: torch.Tensor  # uint8, aligned
+    bias: torch.Tensor | None  # (out,) float32
+    in_features: int
+    out_features: int
+    out_dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = _rows(x)
+        out = torch.empty((*x.shape[:-1], self.out_features), dtype=self.out_dtype)
+        if rows.shape[0]:
+            self.library.linear(
+                rows.data_ptr(),
+                rows.stride(0),
+                rows.shape[0],
+                self.in_features,
+                self.out_features,
+                self.packed.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                out.data_ptr(),
+                self.out_dtype == torch.float32,
+                torch.get_num_threads(),
+            )
+        return out
+
+
+class CpuKernels:
+    """Implements Kernels for one dtype. Tensors must be on the CPU, activations of that dtype."""
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"the C++ kernels know {sorted(map(str, DTYPES))}, not {dtype}")
+        self._library = library
+        self._dtype = dtype
+        self._code = DTYPES[dtype]
+        self._torch = TorchKernels()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert x.dtype == weight.dtype == self._dtype, (x.dtype, weight.dtype, self._dtype)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        if x.numel() == 0:
+            return out
+        if x.dim() > 3 or x.stride(-1) != 1:
+            x = x.contiguous()
+        size = x.shape[-1]
+        if x.dim() == 3:
+            outer, inner, outer_stride, inner_stride = x.shape[0], x.shape[1], x.stride(0), x.stride(1)
+        else:
+            x = x.reshape(-1, size)
+            outer, inner, outer_stride, inner_stride = x.shape[0], 1, x.stride(0), 0
+        self._library.rms_norm(
+            *(self._code, x.data_ptr(), outer, inner, outer_stride, inner_stride, size),
+            *(weight.data_ptr(), eps, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert x.dtype == residual.dtype == weight.dtype == self._dtype, (
+            x.dtype,
+            residual.dtype,
+            weight.dtype,
+        )
+        x, residual = x.contiguous(), residual.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        size = x.shape[-1]
+        if x.numel():
+            self._library.add_rms_norm(
+                *(self._code, x.data_ptr(), residual.data_ptr(), x.numel() // size, size),
+                *(weight.data_ptr(), eps, out.data_ptr(), torch.get_num_threads()),
+            )
+        return out, residual
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        return self._torch.layer_norm(x, weight, bias, eps)
+
+    def rotary_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        batch: StepBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        assert q.dtype == k_cache.dtype == self._dtype, (q.dtype, k_cache.dtype, self._dtype)
+        q, k, v = _heads(q), _heads(k), _heads(v)
+        tokens, heads, dim = q.shape
+        if tokens == 0:
+            return q
+        half = 0
+        if cos is not None and sin is not None:
+            cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[-1]
+        self._library.rotary_and_write(
+            *(self._code, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+            *(None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr(), half),
+            *(tokens, heads, k.shape[1], dim, batch.slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
+            *(k_cache.stride(0), k_cache.stride(1), k_cache.shape[2], torch.get_num_threads()),
+        )
+        return q
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: StepBatch,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        q = _heads(q)
+        tokens, heads, dim = q.shape
+        out = torch.empty((tokens, heads, dim), dtype=q.dtype)
+        if tokens:
+            self._library.attention(
+                *(
+                    self._code,
+                    q.data_ptr(),
+                    q.stride(0),
+                    out.data_ptr(),
+                    k_cache.data_ptr(),
+                    v_cache.data_ptr(),
+                ),
+                *(k_cache.stride(0), k_cache.stride(1), k_cache.shape[2]),
+                *(
+                    batch.query_starts.data_ptr(),
+                    batch.context_lens.data_ptr(),
+                    batch.block_tables.data_ptr(),
+                ),
+                *(batch.context_lens.shape[0], batch.block_tables.shape[1], heads, k_cache.shape[1], dim),
+                *(sliding_window or 0, scale, torch.get_num_threads()),
+            )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        size = gate_up.shape[-1] // 2
+        out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
+        rows = _rows(gate_up)
+        if rows.shape[0]:
+            self._library.silu_mul(
+                *(self._code, rows.data_ptr(), rows.stride(0), out.data_ptr(), rows.shape[0], size),
+                torch.get_num_threads(),
+            )
+        return out
+
+    def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        if x.numel():
+            size = x.shape[-1]
+            self._library.gelu_new(
+                self._code, x.data_ptr(), out.data_ptr(), x.numel() // size, size, torch.get_num_threads()
+            )
+        return out
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        out_features, in_features = weight.shape
+        out_dtype = out_dtype or weight.dtype
+        can_pack = self._library.has_linear and weight.dtype == torch.bfloat16 and in_features % 2 == 0
+        if not can_pack or out_dtype not in DTYPES or out_features == 0 or in_features == 0:
+            return TorchLinear(weight, bias, out_dtype)
+        packed = _aligned(self._library.packed_bytes(out_features, in_features))
+        dense = weight.contiguous()
+        self._library.pack(
+            dense.data_ptr(), out_features, in_features, packed.data_ptr(), torch.get_num_threads()
+        )
+        wide_bias = None if bias is None else bias.float().contiguous()
+        return NativeLinear(self._library, packed, wide_bias, in_features, out_features, out_dtype)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as (rows, n) with a dense last axis, without a copy where it can be."""
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """x (T, heads, d) with dense heads; T may be strided."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _aligned(num_bytes: int) -> torch.Tensor:
+    space = torch.empty(num_bytes + PAGE_ALIGNMENT, dtype=torch.uint8)
+    skip = -space.data_ptr() % PAGE_ALIGNMENT
+    return space[skip : skip + num_bytes]
