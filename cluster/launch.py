@@ -1,0 +1,281 @@
+"""Start a local Ray cluster, deploy on it, wait until it serves, and stop exactly what was started.
+
+Life cycle: `start_local_cluster` runs `ray start --head --block` as a child and returns when its dashboard
+answers; `deploy` hands it the config; `wait_ready` follows Serve's own status until the router says that a
+token has come from every group; `stop_all` lets requests finish, ends the child, and then ends, by process
+id, whatever still carries the mark that this cluster's processes inherit in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from cluster.serve_api import ServeApi, ServeApiError, read_token, token_path
+
+_MARK = "TANDEM_CLUSTER_MARK"
+_HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
+
+
+class LaunchError(RuntimeError):
+    """The cluster or the application did not come up; the message says what to change."""
+
+
+class Progress(NamedTuple):
+    """One line of news while something starts."""
+
+    stage: str  # ray, deploy, ready
+    message: str
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCluster:
+    """A Ray cluster that this process started."""
+
+    head: subprocess.Popen[bytes]
+    api: ServeApi
+    gcs_address: str
+    folder: Path  # Ray's session files and logs; removed by stop_all
+    mark: str  # value of _MARK in the environment of all its processes
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise LaunchError when the port is taken. HAProxy would share it silently with another HAProxy."""
+    with socket.socket() as probe:
+        # What a stopped server left in TIME_WAIT is no obstacle; a listener is, with this option too.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} on {host} cannot be used: {error.strerror}; stop what listens there "
+                "or choose another port (--port N, or http_options.port in the file)"
+            ) from error
+
+
+def start_local_cluster(
+    *,
+    num_cpus: int | None = None,
+    dashboard_port: int = 8265,
+    report: Report = lambda progress: None,
+    timeout_s: float = 60.0,
+) -> LocalCluster:
+    """Start Ray on this machine, on the loopback address, with token authentication.
+
+    `dashboard_port` is a wish: another free one is taken when it is in use. The environment switches for
+    Serve's HAProxy ingress are set here too, for configs that do not carry them.
+    """
+    report(Progress("ray", "starting a local Ray cluster"))
+    _ensure_token()
+    mark = secrets.token_hex(8)
+    folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))  # short: Unix sockets are made inside
+    try:
+        check_port("127.0.0.1", dashboard_port)
+    except LaunchError:
+        dashboard_port = free_port()
+    gcs_port = free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command += ["--node-ip-address", "127.0.0.1", "--port", str(gcs_port), "--temp-dir", str(folder)]
+    command += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)]
+    for option in ("--dashboard-agent-listen-port", "--ray-client-server-port", "--metrics-export-port"):
+        command += [option, str(free_port())]  # their fixed defaults clash with another cluster's
+    command += ["--disable-usage-stats"]
+    if num_cpus is not None:
+        command += ["--num-cpus", str(num_cpus)]
+    log = folder / "head.log"
+    with log.open("wb") as output:
+        head = subprocess.Popen(
+            command,
+            env=_cluster_environment(mark),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C at the terminal reaches us, and we stop it in order
+        )
+    api = ServeApi(f"http://127.0.0.1:{dashboard_port}", read_token())
+    cluster = LocalCluster(head=head, api=api, gcs_address=f"127.0.0.1:{gcs_port}", folder=folder, mark=mark)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not api.is_reachable():
+            if head.poll() is not None:
+                raise LaunchError(f"Ray ended at once (code {head.returncode}):\n{_tail(log)}")
+            if time.monotonic() > deadline:
+                raise LaunchError(f"Ray's dashboard did not answer in {timeout_s:g} s:\n{_tail(log)}")
+            time.sleep(0.2)
+    except BaseException:  # Ctrl-C too must leave nothing behind
+        stop_all(cluster, grace_s=0)
+        raise
+    report(Progress("ray", f"Ray is up, dashboard at {api.url}"))
+    return cluster
+
+
+def deploy(api: ServeApi, config: Mapping[str, Any], *, report: Report = lambda progress: None) -> None:
+    """Hand a config (already checked) to Serve."""
+    report(Progress("deploy", "handing the deployment to Serve"))
+    try:
+        api.deploy(config)
+    except ServeApiError as error:
+        raise LaunchError(f"Serve refused the deployment: {error}") from error
+
+
+def wait_ready(
+    api: ServeApi,
+    *,
+    application: str,
+    url: str,
+    report: Report = lambda progress: None,
+    timeout_s: float = 900.0,
+    is_alive: Callable[[], bool] = lambda: True,
+) -> None:
+    """Return when `url` + `/ready` answers 200: a real token has come from every group.
+
+    Raises LaunchError with Serve's message as soon as the deployment has failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    last = ""
+    with httpx.Client(timeout=5.0, trust_env=False) as client:
+        while True:
+            if not is_alive():
+                raise LaunchError("the Ray cluster ended while the application started")
+            status, message = _application_status(api, application)
+            if status in ("DEPLOY_FAILED", "UNHEALTHY") and message:
+                raise LaunchError(f"deployment failed: {message}")
+            if message != last:
+                last = message
+                report(Progress("deploy", message))
+            if status == "RUNNING":
+                with contextlib.suppress(httpx.HTTPError):
+                    if client.get(f"{url}/ready").status_code == 200:
+                        report(Progress("ready", f"serving at {url}"))
+                        return
+            if time.monotonic() > deadline:
+                raise LaunchError(f"not ready after {timeout_s:g} s; Serve says: {status} {message}")
+            time.sleep(0.25)
+
+
+def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[int]:
+    """Stop the cluster and everything on it; requests in flight get up to `grace_s` to finish.
+
+    Returns the ids of processes that had to be killed at the very end (none, when all went well).
+    """
+    deadline = time.monotonic() + grace_s
+    if grace_s > 0 and cluster.head.poll() is None:
+        with contextlib.suppress(ServeApiError):
+            cluster.api.delete()
+            while cluster.api.details().get("applications") and time.monotonic() < deadline:
+                time.sleep(0.2)
+    if cluster.head.poll() is None:
+        cluster.head.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        cluster.head.wait(timeout=10.0)
+    leftover = _end_marked(cluster.mark, signal.SIGTERM, wait_s=3.0)
+    killed = _end_marked(cluster.mark, signal.SIGKILL, wait_s=3.0) if leftover else []
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        cluster.head.wait(timeout=1.0)
+    shutil.rmtree(cluster.folder, ignore_errors=True)
+    return killed
+
+
+def _cluster_environment(mark: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment |= {
+        _MARK: mark,
+        "RAY_AUTH_MODE": "token",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+    }
+    for name in _HAPROXY_PORTS:  # two clusters on one machine must not share them
+        environment.setdefault(name, str(free_port("0.0.0.0")))  # as HAProxy binds it
+    # The driver of another cluster must not adopt this one's children, nor this one another address.
+    environment.pop("RAY_ADDRESS", None)
+    return environment
+
+
+def _ensure_token() -> None:
+    """Make the token of this user's clusters when there is none yet; only the owner may read it."""
+    if read_token() is not None:
+        return
+    path = token_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+
+
+def _application_status(api: ServeApi, application: str) -> tuple[str, str]:
+    """Serve's status of the application, and a line that says what it is doing."""
+    try:
+        details = api.details()
+    except ServeApiError:
+        return "UNKNOWN", ""
+    app = details.get("applications", {}).get(application)
+    if app is None:
+        return "UNKNOWN", "waiting for Serve"
+    status, message = str(app.get("status", "")), str(app.get("message", ""))
+    if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        parts = [str(d.get("message", "")) for d in app.get("deployments", {}).values()]
+        return status, "\n".join(part for part in [message, *parts] if part)
+    counts = []
+    for name, deployment in app.get("deployments", {}).items():
+        replicas = deployment.get("replicas", [])
+        running = sum(replica.get("state") == "RUNNING" for replica in replicas)
+        counts.append(f"{name} {running}/{deployment.get('target_num_replicas', len(replicas))}")
+    return status, ", ".join(counts) or "building the application"
+
+
+def _marked_processes(mark: str) -> Iterator[int]:
+    """Ids of living processes that carry the mark of a cluster."""
+    wanted = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:  # ended meanwhile, or not ours to read
+                continue
+            if wanted in environment and state != "Z":
+                yield int(entry.name)
+
+
+def _end_marked(mark: str, signal_number: signal.Signals, *, wait_s: float) -> list[int]:
+    """Signal every marked process and wait; returns the killed, or after a mere request those still alive."""
+    signalled = []
+    for pid in _marked_processes(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal_number)
+            signalled.append(pid)
+    deadline = time.monotonic() + wait_s
+    while (alive := list(_marked_processes(mark))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return signalled if signal_number == signal.SIGKILL else alive
+
+
+def _tail(log: Path, num_lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])

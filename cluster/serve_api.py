@@ -1,0 +1,80 @@
+"""Ray Serve's declarative HTTP API, as much of it as Tandem's commands need. No Ray import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_APPLICATIONS = "/api/serve/applications/"
+_TIMEOUT_S = 30.0
+
+
+class ServeApiError(RuntimeError):
+    """The dashboard cannot be reached, or refused what was asked; the message says which and why."""
+
+
+def token_path() -> Path:
+    """Where Ray keeps the cluster's token on this machine."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
+def read_token() -> str | None:
+    """The cluster's token, found as Ray's own clients find it; None when there is none."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token.strip()
+    try:
+        return token_path().read_text().strip() or None
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ServeApi:
+    """Calls to one cluster's dashboard, `http://127.0.0.1:8265` for example."""
+
+    url: str
+    token: str | None = None
+
+    def deploy(self, config: Mapping[str, Any]) -> None:
+        """Make the cluster look like the config. Returns when it is accepted, before it is true."""
+        self._call("PUT", config)
+
+    def details(self) -> dict[str, Any]:
+        """What Serve runs: applications with status, message, deployments and replicas."""
+        details: dict[str, Any] = self._call("GET").json()
+        return details
+
+    def delete(self) -> None:
+        """Remove all applications; they drain first."""
+        self._call("DELETE")
+
+    def is_reachable(self) -> bool:
+        """Whether a Ray dashboard answers, and lets us in."""
+        try:
+            self._call("GET")
+        except ServeApiError:
+            return False
+        return True
+
+    def _call(self, method: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        try:
+            # trust_env off: a proxy from the environment must never see the token.
+            with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+                response = client.request(method, self.url + _APPLICATIONS, headers=headers, json=body)
+        except httpx.HTTPError as error:
+            raise ServeApiError(f"no Ray dashboard answers at {self.url}: {error}") from error
+        if response.status_code in (401, 403):
+            place = token_path()
+            raise ServeApiError(
+                f"the Ray cluster at {self.url} wants a token and refused ours; it is read from "
+                f"RAY_AUTH_TOKEN or {place}"
+            )
+        if response.status_code != 200:
+            raise ServeApiError(f"{self.url} answered {response.status_code}: {response.text[-2000:]}")
+        return response
