@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from tests.models.checkpoints import MARGIN
 
@@ -36,7 +36,7 @@ class Oracle:
         out = self.model.generate(
             torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            generation_config=_generation_config(self.model, num_tokens, eos_token_id),
+            generation_config=_generation_config(num_tokens, eos_token_id),
         )
         best_two = torch.stack(out.logits).float().topk(2, dim=-1).values  # (steps, 1, 2)
         margin = float((best_two[..., 0] - best_two[..., 1]).min())
@@ -77,8 +77,8 @@ def _load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _generation_config(model: PreTrainedModel, num_tokens: int, eos: int | list[int] | None):  # type: ignore[no-untyped-def]
-    config = type(model.generation_config)(
+def _generation_config(num_tokens: int, eos: int | list[int] | None) -> GenerationConfig:
+    return GenerationConfig(
         do_sample=False,
         max_new_tokens=num_tokens,
         eos_token_id=eos,
@@ -86,5 +86,3 @@ def _generation_config(model: PreTrainedModel, num_tokens: int, eos: int | list[
         return_dict_in_generate=True,
         output_logits=True,
     )
-    config.bos_token_id = None
-    return config
