@@ -111,6 +111,19 @@ class GroupInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """Where rank 0 of a group listens for routers, as the directory lists it."""
+
+    group_id: GroupId
+    replica_id: str  # Serve's name of the replica in front of the group
+    host: str
+    port: int
+    role: Role
+    epoch: int
+    is_draining: bool = False  # finishes what it has, takes nothing new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
     """Load and totals of a group after a step. Totals never fall within an epoch."""
 
