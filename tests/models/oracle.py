@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -26,7 +25,9 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.model: PreTrainedModel = _load(folder)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def continuation(
         self, prompt: Sequence[int], num_tokens: int, *, eos_token_id: int | list[int] | None = None
@@ -69,12 +70,6 @@ class Oracle:
         if rotary is not None:
             rotary.inv_freq = rotary.original_inv_freq.clone()
             rotary.max_seq_len_cached = rotary.original_max_seq_len
-
-
-@lru_cache(maxsize=4)
-def _load(folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()
 
 
 def _generation_config(num_tokens: int, eos: int | list[int] | None) -> GenerationConfig:
