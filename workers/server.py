@@ -1,0 +1,429 @@
+"""Streams an engine's tokens to router replicas. Runs on an asyncio loop beside the engine's thread.
+
+Per step of the engine: one wake-up of this loop, and for every client one write that holds the step's block
+events, the load (at most every `stats_period_s`), and one frame with all tokens of that client's requests.
+
+Whose request: SUBMIT names the client whose connection gets the tokens. The request ends with its last
+choice, with ABORT, or with that connection: whatever is not wanted any more is aborted in the engine.
+A client that does not read, stays silent or sends nonsense loses its connection; the engine never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from workers.cached_blocks import CachedBlocks
+from workers.channel import MAX_OUTGOING_BYTES, Channel
+from workers.types import (
+    BlockEvent,
+    FinishReason,
+    GenerateRequest,
+    GroupInfo,
+    GroupStats,
+    RequestId,
+    TokenChunk,
+)
+from workers.wire import (
+    NONCE_BYTES,
+    Abort,
+    Accepted,
+    Challenge,
+    Chunks,
+    Events,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Resync,
+    Snapshot,
+    Stats,
+    Submit,
+    Welcome,
+    WireError,
+    encode,
+    hello_mac,
+    is_same_mac,
+    welcome_mac,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class EngineOutput(Protocol):
+    """What the engine loop reports after a step."""
+
+    @property
+    def chunks(self) -> Sequence[TokenChunk]: ...
+    @property
+    def events(self) -> Sequence[BlockEvent]: ...
+    @property
+    def stats(self) -> GroupStats: ...
+    @property
+    def failure(self) -> str | None: ...
+
+
+class EngineInput(Protocol):
+    """Where requests go in. Both calls are thread-safe and return at once."""
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Refusals come back as ERROR chunks."""
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Unknown ids are ignored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Times and sizes of a StreamServer."""
+
+    heartbeat_s: float = 1.0  # PING and STATS at least this often
+    dead_after_s: float = 10.0  # a client silent for longer is dropped
+    greeting_timeout_s: float = 5.0  # from connect to a valid HELLO
+    stats_period_s: float = 0.05  # STATS at most this often
+    max_outgoing_bytes: int = MAX_OUTGOING_BYTES  # waiting for one client
+    max_clients: int = 1024
+    snapshot_part_blocks: int = 65_536  # hashes in one SNAPSHOT frame
+    max_remembered_aborts: int = 4096  # aborts that came before their SUBMIT
+
+
+@dataclass(slots=True)
+class _Client:
+    """One connection, before and after its greeting."""
+
+    channel: Channel
+    nonce: bytes
+    connected_s: float
+    client_id: str | None = None  # None until greeted
+    subscribes: bool = False
+    request_ids: set[RequestId] = field(default_factory=set)
+
+
+class _Live(NamedTuple):
+    """A request in the engine."""
+
+    client: _Client
+    unfinished: set[int]  # choices
+
+
+class StreamServer:
+    """Serves one epoch of a group. All methods but `on_output` belong to the asyncio loop."""
+
+    def __init__(self, *, info: GroupInfo, secret: bytes, limits: ServerLimits | None = None) -> None:
+        self._info = info
+        self._secret = secret
+        self._limits = limits or ServerLimits()
+        self._engine: EngineInput | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: asyncio.Server | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._stats_timer: asyncio.TimerHandle | None = None
+        self._outputs: deque[EngineOutput] = deque()  # filled by the engine's thread
+        self._is_woken = False
+        self._is_stopped = False
+        self._connections: dict[Channel, _Client] = {}
+        self._clients: dict[str, _Client] = {}  # greeted
+        self._requests: dict[RequestId, _Live] = {}
+        self._early_aborts: OrderedDict[RequestId, None] = OrderedDict()
+        self._blocks = CachedBlocks()
+        self._stats = GroupStats()
+        self._stats_sent_s = float("-inf")
+        self._failure: str | None = None
+
+    # ---- life cycle
+
+    async def start(self, engine: EngineInput, host: str, port: int = 0) -> tuple[str, int]:
+        """Listens; returns the address, with the port chosen when 0 was asked for."""
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._server = await self._loop.create_server(self._new_channel, host, port, backlog=256)
+        self._heartbeat = self._loop.create_task(self._beat())
+        self._wake()  # outputs from before the start
+        bound_host, bound_port = self._server.sockets[0].getsockname()[:2]
+        return str(bound_host), int(bound_port)
+
+    async def stop(self, reason: str) -> None:
+        """Aborts every request, says goodbye and closes. May be called twice."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        self._failure = self._failure or reason
+        server.close()
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            await asyncio.gather(self._heartbeat, return_exceptions=True)
+        if self._stats_timer is not None:
+            self._stats_timer.cancel()
+        self._dismiss_all(reason)
+        self._is_stopped = True
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose tokens somebody waits for."""
+        return len(self._requests)
+
+    @property
+    def client_ids(self) -> list[str]:
+        """Clients that have greeted and are connected."""
+        return list(self._clients)
+
+    # ---- from the engine
+
+    def on_output(self, output: EngineOutput) -> None:
+        """Takes what a step made. Called by the engine's thread, also before the start; never blocks."""
+        if not self._is_stopped:
+            self._outputs.append(output)
+            self._wake()
+
+    def _wake(self) -> None:
+        loop = self._loop
+        if loop is None or self._is_woken:
+            return
+        self._is_woken = True
+        try:
+            loop.call_soon_threadsafe(self._flush)
+        except RuntimeError:  # the loop has been closed under us: nobody is left to read the output
+            self._is_stopped = True
+
+    def _flush(self) -> None:
+        """Writes everything that the engine has reported since the last time."""
+        if self._is_stopped:
+            self._outputs.clear()
+            return
+        self._is_woken = False  # before taking, so that an output that comes now wakes us again
+        events: list[BlockEvent] = []
+        chunks: dict[str, list[TokenChunk]] = {}
+        while self._outputs:
+            output = self._outputs.popleft()
+            events += output.events
+            self._stats = output.stats
+            self._failure = self._failure or output.failure
+            for chunk in output.chunks:
+                self._route(chunk, chunks)
+        news = self._take_events(events)
+        self._write(news, chunks)
+        if self._failure is not None:
+            self._dismiss_all(self._failure)
+
+    def _route(self, chunk: TokenChunk, chunks: dict[str, list[TokenChunk]]) -> None:
+        """Puts a chunk to those of its client; chunks of requests that nobody wants are dropped here."""
+        live = self._requests.get(chunk.request_id)
+        if live is None:
+            return
+        assert live.client.client_id is not None
+        chunks.setdefault(live.client.client_id, []).append(chunk)
+        if chunk.finish_reason is not None:
+            live.unfinished.discard(chunk.choice)
+            if not live.unfinished:
+                self._forget(chunk.request_id)
+
+    def _take_events(self, events: list[BlockEvent]) -> bytes:
+        """Follows the block log; the frames for subscribers."""
+        if not events:
+            return b""
+        if self._blocks.apply(events):
+            return encode(Events(events=tuple(events)))
+        _log.error("block log of %s has a gap at event %d", self._info.group_id, self._blocks.number)
+        return self._snapshot()
+
+    def _write(self, news: bytes, chunks: dict[str, list[TokenChunk]]) -> None:
+        """One write per client that has something to read."""
+        stats = self._due_stats()
+        for client in list(self._clients.values()):
+            assert client.client_id is not None
+            parts = [news] if news and client.subscribes else []
+            parts.append(stats)
+            if own := chunks.get(client.client_id):
+                parts.append(self._encode_chunks(own))
+            if data := b"".join(parts):
+                client.channel.write(data)
+
+    def _due_stats(self) -> bytes:
+        """A STATS frame, or nothing and a timer when the last one is too young."""
+        assert self._loop is not None
+        now = self._loop.time()
+        wait_s = self._stats_sent_s + self._limits.stats_period_s - now
+        if wait_s <= 0:
+            self._stats_sent_s = now
+            return encode(Stats(stats=self._stats))
+        if self._stats_timer is None:
+            self._stats_timer = self._loop.call_later(wait_s, self._send_late_stats)
+        return b""
+
+    def _send_late_stats(self) -> None:
+        self._stats_timer = None
+        self._stats_sent_s = float("-inf")
+        self._write(b"", {})
+
+    def _encode_chunks(self, chunks: list[TokenChunk]) -> bytes:
+        """One frame, unless that would be too large: then one per chunk, and an error for a hopeless one."""
+        try:
+            return encode(Chunks(chunks=tuple(chunks)))
+        except WireError as error:
+            if len(chunks) > 1:
+                return b"".join([self._encode_chunks([chunk]) for chunk in chunks])
+            (chunk,) = chunks
+            self._end(chunk.request_id)
+            failed = TokenChunk(
+                request_id=chunk.request_id,
+                choice=chunk.choice,
+                finish_reason=FinishReason.ERROR,
+                error=f"the answer does not fit into a frame: {error}",
+                error_code="response_too_large",
+            )
+            return encode(Chunks(chunks=(failed,)))
+
+    # ---- from clients
+
+    def _new_channel(self) -> Channel:
+        return Channel(
+            on_open=self._opened,
+            on_message=self._message,
+            on_closed=self._closed,
+            max_outgoing_bytes=self._limits.max_outgoing_bytes,
+        )
+
+    def _opened(self, channel: Channel) -> None:
+        if len(self._connections) >= self._limits.max_clients:
+            channel.drop(f"more than {self._limits.max_clients} connections")
+            return
+        assert self._loop is not None
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._connections[channel] = _Client(channel=channel, nonce=nonce, connected_s=self._loop.time())
+        channel.send(Challenge(nonce=nonce))
+
+    def _message(self, channel: Channel, message: Message) -> None:
+        client = self._connections.get(channel)
+        if client is None:
+            return
+        if client.client_id is None:
+            self._greet(client, message)
+            return
+        match message:
+            case Submit():
+                channel.send(self._submit(message))
+            case Abort():
+                self._abort(client, message.request_id)
+            case Resync():
+                channel.write(self._snapshot())
+            case Pong():
+                pass
+            case _:
+                raise WireError(f"a client does not send {type(message).__name__}")
+
+    def _greet(self, client: _Client, message: Message) -> None:
+        if not isinstance(message, Hello):
+            raise WireError(f"{type(message).__name__} before HELLO")
+        expected = hello_mac(self._secret, client.nonce, message.nonce, message.client_id)
+        if not is_same_mac(expected, message.mac):
+            raise WireError(f"client {message.client_id!r} does not know the application's secret")
+        if self._failure is not None:
+            client.channel.send(Goodbye(reason=self._failure))
+            client.channel.close(self._failure)
+            return
+        if (older := self._clients.get(message.client_id)) is not None:
+            older.channel.drop("the client has connected again")
+            self._leave(older)
+        client.client_id = message.client_id
+        client.subscribes = message.subscribes
+        self._clients[message.client_id] = client
+        client.channel.trust()
+        mac = welcome_mac(self._secret, client.nonce, message.nonce, message.client_id)
+        client.channel.send(Welcome(info=self._info, mac=mac), Stats(stats=self._stats))
+        if client.subscribes:
+            client.channel.write(self._snapshot())
+
+    def _submit(self, submit: Submit) -> Accepted | Refused:
+        """Hands a request to the engine, for a client that is there to read its tokens."""
+        assert self._engine is not None
+        request_id = submit.request.request_id
+        client = self._clients.get(submit.client_id)
+        if self._failure is not None:
+            return Refused(request_id=request_id, code="group_failed", message=self._failure)
+        if client is None:
+            message = f"no connection of client {submit.client_id!r} to read the tokens"
+            return Refused(request_id=request_id, code="client_not_connected", message=message)
+        if request_id in self._requests:
+            return Refused(request_id=request_id, code="duplicate_request", message="it is running already")
+        if request_id in self._early_aborts:
+            del self._early_aborts[request_id]
+            return Refused(request_id=request_id, code="aborted", message="it was aborted before it came")
+        client.request_ids.add(request_id)
+        self._requests[request_id] = _Live(client, set(range(submit.request.num_choices)))
+        self._engine.submit(submit.request)
+        return Accepted(request_id=request_id)
+
+    def _abort(self, client: _Client, request_id: RequestId) -> None:
+        live = self._requests.get(request_id)
+        if live is None:
+            self._early_aborts[request_id] = None  # its SUBMIT may be on the way, on another connection
+            if len(self._early_aborts) > self._limits.max_remembered_aborts:
+                self._early_aborts.popitem(last=False)
+        elif live.client is client:
+            self._end(request_id)
+
+    def _closed(self, channel: Channel, reason: str) -> None:
+        client = self._connections.pop(channel, None)
+        if client is None:
+            return
+        _log.info("client %s of %s left: %s", client.client_id, self._info.group_id, reason)
+        self._leave(client)
+
+    def _leave(self, client: _Client) -> None:
+        """Nobody reads this client's tokens any more."""
+        for request_id in list(client.request_ids):
+            self._end(request_id)
+        if client.client_id is not None and self._clients.get(client.client_id) is client:
+            del self._clients[client.client_id]
+
+    # ---- shared
+
+    def _end(self, request_id: RequestId) -> None:
+        """Aborts in the engine; chunks that still come are dropped."""
+        assert self._engine is not None
+        self._forget(request_id)
+        self._engine.abort(request_id)
+
+    def _forget(self, request_id: RequestId) -> None:
+        live = self._requests.pop(request_id, None)
+        if live is not None:
+            live.client.request_ids.discard(request_id)
+
+    def _snapshot(self) -> bytes:
+        parts = self._blocks.parts(self._limits.snapshot_part_blocks)
+        return b"".join(
+            encode(Snapshot(number=self._blocks.number, block_hashes=part, is_last=i == len(parts) - 1))
+            for i, part in enumerate(parts)
+        )
+
+    async def _beat(self) -> None:
+        """Heartbeats, and the end of clients that do not answer them."""
+        assert self._loop is not None
+        while True:
+            await asyncio.sleep(self._limits.heartbeat_s)
+            now = self._loop.time()
+            beat = encode(Stats(stats=self._stats)) + encode(Ping())
+            for client in list(self._connections.values()):
+                if client.client_id is None:
+                    if now - client.connected_s > self._limits.greeting_timeout_s:
+                        client.channel.drop("no HELLO in time")
+                elif now - client.channel.heard_s > self._limits.dead_after_s:
+                    client.channel.drop(f"silent for more than {self._limits.dead_after_s:g} s")
+                else:
+                    client.channel.write(beat)
+
+    def _dismiss_all(self, reason: str) -> None:
+        for client in list(self._connections.values()):
+            self._leave(client)
+            if client.client_id is not None:
+                client.channel.send(Goodbye(reason=reason))
+            client.channel.close(reason)
