@@ -1,0 +1,115 @@
+"""What a router knows of one group's load: its own stats, plus what this router has sent since.
+
+A request is charged to the group from the moment it is sent until the group's stats must include it: its
+first token has come, or two STATS frames after the group accepted it (the first may be of a step that had
+begun before). Without this a burst within one stats period would all go to the same group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.policy import GroupLoad
+from workers.types import GroupId, GroupStats, RequestId
+
+DEFAULT_PREFILL_TOKENS_PER_S = 4000.0
+DEFAULT_STEP_S = 0.02
+
+_MIN_OBSERVED_TOKENS = 128  # less than this says more about the length of a step than about the rate
+_LEARNING_RATE = 0.2  # share of a new observation in the mean
+_WORK_HALF_LIFE_S = 60.0
+_STATS_UNTIL_COUNTED = 2
+
+
+@dataclass(slots=True)
+class _Charge:
+    """A request that this router has sent and that is not finished."""
+
+    uncached_tokens: int
+    tokens_before: int  # queued before it when it was sent
+    sent_s: float
+    is_accepted: bool = False
+    num_stats: int = 0  # STATS since it was accepted
+    is_counted: bool = False  # the group's stats include it
+    has_token: bool = False
+
+
+class LoadTracker:
+    """Load of one group over one connection. Times are seconds of the caller's monotonic clock."""
+
+    def __init__(self, group_id: GroupId, block_size: int, num_blocks: int) -> None:
+        self._group_id = group_id
+        self._block_size = block_size
+        self._stats = GroupStats(free_blocks=num_blocks)
+        self._charges: dict[RequestId, _Charge] = {}
+        self._prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
+        self._work_tokens = 0.0
+        self._work_s = 0.0  # when _work_tokens was true
+
+    @property
+    def stats(self) -> GroupStats:
+        """The last ones that came."""
+        return self._stats
+
+    def on_stats(self, stats: GroupStats) -> None:
+        """The group has reported."""
+        self._stats = stats
+        for charge in self._charges.values():
+            if charge.is_accepted and not charge.is_counted:
+                charge.num_stats += 1
+                charge.is_counted = charge.num_stats >= _STATS_UNTIL_COUNTED
+
+    def on_sent(self, request_id: RequestId, uncached_tokens: int, work_tokens: float, now_s: float) -> None:
+        """A request is on its way to the group."""
+        before = self._stats.waiting_tokens + self._charged_tokens()
+        self._charges[request_id] = _Charge(
+            uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s
+        )
+        self._work_tokens = self._decayed_work(now_s) + work_tokens
+        self._work_s = now_s
+
+    def on_accepted(self, request_id: RequestId) -> None:
+        """The group has taken it."""
+        if (charge := self._charges.get(request_id)) is not None:
+            charge.is_accepted = True
+
+    def on_token(self, request_id: RequestId, now_s: float) -> None:
+        """Tokens of the request have come; the first time tells how fast the group computes prompts."""
+        charge = self._charges.get(request_id)
+        if charge is None or charge.has_token:
+            return
+        charge.has_token = charge.is_counted = True
+        tokens = charge.tokens_before + charge.uncached_tokens
+        if tokens >= _MIN_OBSERVED_TOKENS and now_s > charge.sent_s:
+            rate = min(max(tokens / (now_s - charge.sent_s), 1.0), 1e7)
+            self._prefill_tokens_per_s += _LEARNING_RATE * (rate - self._prefill_tokens_per_s)
+
+    def on_ended(self, request_id: RequestId) -> None:
+        """The request is over, however it ended; unknown ids are ignored."""
+        self._charges.pop(request_id, None)
+
+    def view(self, now_s: float, silent_s: float) -> GroupLoad:
+        """The group as placement sees it now."""
+        stats = self._stats
+        return GroupLoad(
+            group_id=self._group_id,
+            block_size=self._block_size,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            step_s=stats.step_seconds or DEFAULT_STEP_S,
+            waiting_tokens=stats.waiting_tokens,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            available_blocks=stats.free_blocks + stats.cached_blocks,
+            active_blocks=stats.active_blocks,
+            charged_tokens=self._charged_tokens(),
+            charged_requests=sum(not charge.is_counted for charge in self._charges.values()),
+            own_requests=len(self._charges),
+            recent_work_tokens=self._decayed_work(now_s),
+            silent_s=silent_s,
+        )
+
+    def _charged_tokens(self) -> int:
+        return sum(charge.uncached_tokens for charge in self._charges.values() if not charge.is_counted)
+
+    def _decayed_work(self, now_s: float) -> float:
+        return self._work_tokens * 0.5 ** (max(now_s - self._work_s, 0.0) / _WORK_HALF_LIFE_S)

@@ -1,0 +1,170 @@
+"""Which group a request goes to, as a pure function of what the router knows.
+
+Every group gets a cost in predicted milliseconds, the sum of terms that are kept for explanation:
+
+    queue     prompt tokens that are before us: waiting there, or sent there and not yet counted by its stats
+    prefill   our own prompt tokens that are not cached there
+    decode    our tokens come slower, the more sequences share a step with them
+    memory    blocks that running requests must give back first
+    silent    the group has not been heard for longer than its heartbeat
+    balance   a small charge for having been given more work lately, so that groups that are equal otherwise
+              take turns and an idle group gets its share of a hot prefix after a while
+
+Lowest cost first; equal costs go to the group with fewer requests of ours, then by a hash of prompt and
+group, so that all router replicas spread cold prompts alike. Rates are measured (`router.load`), not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+from typing import NamedTuple
+
+from workers.types import GroupId
+
+
+class PlacementPolicy(Enum):
+    """Config path `router.policy`."""
+
+    PREFIX = "prefix"  # everything below
+    LEAST_LOADED = "least_loaded"  # the same cost, as if nothing were cached anywhere
+    ROUND_ROBIN = "round_robin"  # groups in turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Weights of the cost. The defaults suit small and large groups, since rates are measured."""
+
+    policy: PlacementPolicy = PlacementPolicy.PREFIX
+    expected_output_tokens: int = 128  # new tokens a choice is expected to have, when it may have as many
+    row_share: float = 0.02  # how much longer a decode step takes per further sequence, of its length
+    decode_token_weight: float = 10.0  # work of a new token in prompt tokens, for `balance`
+    balance_weight: float = 0.03  # ms charged per ms of work that a group got more than the least worked one
+    silent_after_s: float = 3.0  # a group silent for longer comes last
+    silent_cost_ms: float = 60_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestView:
+    """What placement needs to know of a request."""
+
+    num_prompt_tokens: int
+    max_output_tokens: int  # over all choices
+    num_choices: int = 1
+    spread_key: bytes = b""  # equal prompts have equal keys
+    turn: int = 0  # counts requests, for ROUND_ROBIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """What placement knows of a group."""
+
+    group_id: GroupId
+    block_size: int  # tokens
+    prefill_tokens_per_s: float
+    step_s: float  # length of a step
+    waiting_tokens: int = 0  # prompt tokens not computed yet, as the group says
+    num_running: int = 0
+    num_waiting: int = 0
+    available_blocks: int = 0  # free or evictable
+    active_blocks: int = 0
+    charged_tokens: int = 0  # uncached prompt tokens sent there that its stats do not count yet
+    charged_requests: int = 0
+    own_requests: int = 0  # of this router, unfinished
+    recent_work_tokens: float = 0.0  # given by this router lately, in prompt tokens
+    silent_s: float = 0.0
+
+
+class Choice(NamedTuple):
+    """A group with its predicted cost."""
+
+    group_id: GroupId
+    cost_ms: float
+    terms: Mapping[str, float]  # ms each; they add up to the cost
+
+
+def rank(
+    request: RequestView,
+    loads: Sequence[GroupLoad],
+    matches: Mapping[GroupId, int],
+    config: PolicyConfig,
+) -> list[Choice]:
+    """All groups, best first. `matches`: leading blocks of the prompt that a group has cached."""
+    if config.policy is PlacementPolicy.ROUND_ROBIN:
+        return _in_turn(request, loads, config)
+    use_cache = config.policy is PlacementPolicy.PREFIX
+    least_work = min((load.recent_work_tokens for load in loads), default=0.0)
+    ranked = []
+    for load in loads:
+        cached = split_prompt(request, load, matches.get(load.group_id, 0) if use_cache else 0)
+        terms = _terms(request, load, cached, load.recent_work_tokens - least_work, config)
+        choice = Choice(load.group_id, sum(terms.values()), terms)
+        spread = blake2b(request.spread_key + load.group_id.encode(), digest_size=8).digest()
+        ranked.append((round(choice.cost_ms, 1), load.own_requests, spread, choice))
+    ranked.sort(key=lambda entry: entry[:3])
+    return [entry[3] for entry in ranked]
+
+
+class TokenSplit(NamedTuple):
+    """Prompt tokens of a request on a group."""
+
+    cached: int
+    uncached: int
+
+
+def split_prompt(request: RequestView, load: GroupLoad, matched_blocks: int) -> TokenSplit:
+    """What of the prompt is cached; at least its last token is always computed."""
+    usable = max(request.num_prompt_tokens - 1, 0) // load.block_size * load.block_size
+    cached = min(matched_blocks * load.block_size, usable)
+    return TokenSplit(cached, request.num_prompt_tokens - cached)
+
+
+def work_tokens(request: RequestView, uncached_tokens: int, config: PolicyConfig) -> float:
+    """Work that a request gives a group, in prompt tokens."""
+    return uncached_tokens + config.decode_token_weight * _expected_output(request, config)
+
+
+def _expected_output(request: RequestView, config: PolicyConfig) -> int:
+    return min(request.max_output_tokens, config.expected_output_tokens * request.num_choices)
+
+
+def _terms(
+    request: RequestView, load: GroupLoad, split: TokenSplit, extra_work: float, config: PolicyConfig
+) -> dict[str, float]:
+    ms_per_token = 1000.0 / load.prefill_tokens_per_s
+    step_ms = load.step_s * 1000.0
+    sharing = load.num_running + load.num_waiting + load.charged_requests
+    steps = _expected_output(request, config) / request.num_choices
+    return {
+        "queue": (load.waiting_tokens + load.charged_tokens) * ms_per_token,
+        "prefill": split.uncached * ms_per_token,
+        "decode": steps * step_ms * config.row_share * sharing,
+        "memory": _memory_wait_steps(request, load, split, config) * step_ms,
+        "silent": config.silent_cost_ms if load.silent_s > config.silent_after_s else 0.0,
+        "balance": config.balance_weight * extra_work * ms_per_token,
+    }
+
+
+def _memory_wait_steps(
+    request: RequestView, load: GroupLoad, split: TokenSplit, config: PolicyConfig
+) -> float:
+    """Steps until enough blocks come free: running requests give theirs back evenly over a mean answer."""
+    needed = (split.uncached + _expected_output(request, config)) // load.block_size + 1
+    missing = needed + load.charged_tokens // load.block_size - load.available_blocks
+    if missing <= 0 or not load.active_blocks:
+        return 0.0
+    return config.expected_output_tokens * min(missing / load.active_blocks, 8.0)
+
+
+def _in_turn(request: RequestView, loads: Sequence[GroupLoad], config: PolicyConfig) -> list[Choice]:
+    """Groups by name, starting one further each time; silent ones last."""
+    named = sorted(loads, key=lambda load: load.group_id)
+    start = request.turn % len(named) if named else 0
+    choices = [
+        Choice(load.group_id, cost := config.silent_cost_ms * (load.silent_s > config.silent_after_s),
+               {"silent": cost})
+        for load in named[start:] + named[:start]
+    ]  # fmt: skip
+    return sorted(choices, key=lambda choice: choice.cost_ms)
