@@ -44,6 +44,9 @@ class StepPlan:
 
     number: int
     slices: Sequence[SequenceSlice]
+    # Blocks to fill with zeros on every rank before anything is written: a sequence with non-finite values held
+    # them, and kernels may multiply what lies past a context by a weight of zero.
+    zero_blocks: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
