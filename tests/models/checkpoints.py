@@ -16,6 +16,7 @@ oracle checks the gap again whenever it makes the reference ids.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,11 @@ def save(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
+
+
+def edit_json(file: Path, **values: object) -> None:
+    """Sets keys of a config or generation config; None writes null."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def pos_script(

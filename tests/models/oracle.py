@@ -28,11 +28,14 @@ class Oracle:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        # `generate` fills what a request leaves open from here, end ids among it.
+        self.eos_token_id: int | list[int] | None = self.model.generation_config.eos_token_id
+        self.model.generation_config = GenerationConfig()
 
     def continuation(
         self, prompt: Sequence[int], num_tokens: int, *, eos_token_id: int | list[int] | None = None
     ) -> Continuation:
-        """`generate(do_sample=False)`. Ignores the checkpoint's end ids unless `eos_token_id` is given."""
+        """`generate(do_sample=False)`. Ends early at `eos_token_id` only, never at the folder's own."""
         self._forget_dynamic_rotary()
         out = self.model.generate(
             torch.tensor([list(prompt)]),

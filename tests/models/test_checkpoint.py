@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models import checkpoints
+from tests.models.checkpoints import edit_json
 from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
 from workers.model.checkpoint import Checkpoint
@@ -44,11 +45,6 @@ def sharded(folder: Path) -> Path:
     checkpoints.save(folder, model, max_shard_size="20KB")
     assert len(list(folder.glob("model-*.safetensors"))) >= 8
     return folder
-
-
-def edit_json(file: Path, **values: object) -> None:
-    parsed = json.loads(file.read_text())
-    file.write_text(json.dumps({**parsed, **values}))
 
 
 def assert_equals_transformers(folder: Path) -> None:

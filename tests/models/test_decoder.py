@@ -106,6 +106,28 @@ def test_qwen2_window_switches(
     torch.testing.assert_close(logits_of(model, text), Oracle(folder).logits(text), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("llama", {"hidden_act": "relu"}),
+        ("llama", {"rms_norm_eps": 0.1}),
+        ("llama", {"num_hidden_layers": 1, "num_key_value_heads": 4}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+        ("gpt2", {"activation_function": "gelu", "n_inner": 100}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}),
+    ],
+)
+def test_switches_of_the_config(name: str, overrides: dict[str, object], tmp_path: Path) -> None:
+    folder = checkpoints.build(tmp_path / "m", checkpoints.family(name), seed=4, **overrides)
+    text = checkpoints.prompt_ids(30)
+    ours = logits_of(paged_model(folder), text, chunk=16)
+    torch.testing.assert_close(ours, Oracle(folder).logits(text), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("lengths", [(1,), (17,), (40,), (1, 5, 17, 30, 40, 44)])
 def test_learned_positions_while_decoding(lengths: tuple[int, ...], family_folder: Folders) -> None:
     folder = family_folder("gpt2")

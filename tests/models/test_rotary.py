@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -81,9 +80,11 @@ def test_the_spelling_before_transformers_5(tmp_path: Path) -> None:
     """`rope_theta` and `rope_scaling` with `type` instead of `rope_parameters`."""
     folder = checkpoints.build(tmp_path / "m", LLAMA, seed=3, **KINDS["linear"])
     wanted = Oracle(folder).logits(checkpoints.prompt_ids(40))
-    config = json.loads((folder / "config.json").read_text())
-    del config["rope_parameters"]
-    config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    (folder / "config.json").write_text(json.dumps(config))
+    checkpoints.edit_json(
+        folder / "config.json",
+        rope_parameters=None,
+        rope_theta=10000.0,
+        rope_scaling={"type": "linear", "factor": 4.0},
+    )
     ours = logits_of(paged_model(folder), checkpoints.prompt_ids(40))
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)

@@ -68,7 +68,9 @@ class Decoder:
                 if rows.shape[0] == 0:
                     return self._no_logits(residual)
                 attended, residual = attended[rows], residual[rows]
+            # All-reduce in `output`: a rank has the share of its own heads; the norm needs the whole sum.
             normed, residual = layer.mlp_norm.add(layer.output(attended), residual)
+            # All-reduce in `down`: a rank has the share of its own inner columns; the same.
             mixed = layer.down(self._activate(layer.up(normed)))
             following = weights.final_norm if index == last else weights.layers[index + 1].attention_norm
             normed, residual = following.add(mixed, residual)
@@ -86,7 +88,7 @@ class Decoder:
         rows, head_dim = normed.shape[0], self.spec.head_dim
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = layer.qkv(normed).view(rows, heads + 2 * kv_heads, head_dim)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        q, k, v = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             q = self._kernels.rms_norm(q, layer.query_norm, self.spec.norm_eps)
             k = self._kernels.rms_norm(k, layer.key_norm, self.spec.norm_eps)
