@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_long, c_void_p
+from ctypes import c_double, c_float, c_int, c_long, c_void_p
 from pathlib import Path
 
 POINTER, SIZE, FLAG, REAL = c_void_p, c_long, c_int, c_float
@@ -41,6 +41,10 @@ class Library:
         for name, types in entries.items():
             entry = getattr(loaded, name)
             entry.argtypes, entry.restype = types, None
+        loaded.tandem_read_all.argtypes, loaded.tandem_read_all.restype = [POINTER, SIZE, FLAG], SIZE
+        loaded.tandem_multiply_all.argtypes, loaded.tandem_multiply_all.restype = [SIZE, FLAG], c_double
+        self.read_all = loaded.tandem_read_all
+        self.multiply_all = loaded.tandem_multiply_all
         self.rms_norm = loaded.tandem_rms_norm
         self.add_rms_norm = loaded.tandem_add_rms_norm
         self.rotary_and_write = loaded.tandem_rotary_and_write

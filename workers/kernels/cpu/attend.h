@@ -2,21 +2,6 @@
 #pragma once
 #include "attention_bf16.h"
 
-// Folds the scores of one group into the running maximum, sum and output of a row.
-inline void softmax_row(float* score, int from, int to, float scale, float& max, float& sum, float* out, long wide) {
-  for (int j = 0; j < KEYS; j++) score[j] = j < from || j >= to ? -INFINITY : score[j] * scale;
-  float lane[16];
-  for (int j = 0; j < 16; j++) lane[j] = std::max(std::max(score[j], score[j + 16]), std::max(score[j + 32], score[j + 48]));
-  for (int step = 8; step; step /= 2)
-    for (int j = 0; j < step; j++) lane[j] = std::max(lane[j], lane[j + step]);
-  float now = std::max(max, lane[0]), rescale = exp_(max - now);
-  for (int j = 0; j < KEYS; j++) score[j] = exp_(score[j] - now);
-  sum = sum * rescale + lane_sum(KEYS, [&](size_t j) { return score[j]; });
-  if (rescale != 1.f)
-    for (long i = 0; i < wide; i++) out[i] *= rescale;
-  max = now;
-}
-
 template <class T, class Products> void attend(const Attention<T>& a, const AttentionTask& task, AttentionScratch& s) {
   const long group = a.group(), wide = (a.d + 15) / 16 * 16, block_size = a.cache.block_size;
   const long length = a.query_len(task.sequence), start = a.context_lens[task.sequence] - length + task.first;
@@ -26,7 +11,8 @@ template <class T, class Products> void attend(const Attention<T>& a, const Atte
   for (long r = 0; r < rows; r++) {
     const T* q = a.q + (token0 + r / group) * a.q_stride + (task.head * group + r % group) * a.d;
     Products::load_query(q, s, r, a.d, wide);
-    s.max[r] = -1e30f, s.sum[r] = 0.f;
+    s.max[r] = -1e30f;
+    std::fill(s.sum + r * 16, s.sum + r * 16 + 16, 0.f);
     std::fill(s.out + r * wide, s.out + (r + 1) * wide, 0.f);
   }
   const long end = start + tokens;  // positions any row of the tile can see: [begin, end)
@@ -44,17 +30,14 @@ template <class T, class Products> void attend(const Attention<T>& a, const Atte
     Products::score(s, rows, a.d, wide);
     for (long r = 0; r < rows; r++) {
       long position = start + r / group;
-      long from = a.window ? std::max(0L, position - a.window + 1 - base) : 0;
-      float* row = s.scores + r * KEYS;
-      softmax_row(row, int(std::min<long>(from, KEYS)), int(std::clamp<long>(position + 1 - base, 0, KEYS)), a.scale, s.max[r], s.sum[r],
-                  s.out + r * wide, wide);
-      Products::put_weights(s, r, row);
+      long from = a.window ? std::clamp<long>(position - a.window + 1 - base, 0, KEYS) : 0;
+      Products::softmax(s, r, int(from), int(std::clamp<long>(position + 1 - base, 0, KEYS)), a.scale, wide);
     }
     Products::add_values(s, rows, a.d, wide);
   }
   for (long r = 0; r < rows; r++) {
     T* to = a.out + ((token0 + r / group) * a.heads + task.head * group + r % group) * a.d;
-    float inverse = 1.f / s.sum[r];
+    float inverse = 1.f / lane_sum(16, [&](size_t i) { return s.sum[r * 16 + i]; });
     for (long i = 0; i < a.d; i++) put(to[i], s.out[r * wide + i] * inverse);
   }
 }

@@ -58,7 +58,7 @@ struct AttentionScratch {
   float *scores, *out, *max, *sum, *keys, *values, *queries, *weights;  // the last four hold T in any form
   AttentionScratch(long group, long d) {
     long rows = std::max<long>(TILE_ROWS, group), wide = (d + 15) / 16 * 16;
-    space.resize(rows * (2 * KEYS + 2 * wide + 2) + 2 * KEYS * wide + 64);
+    space.resize(rows * (2 * KEYS + 2 * wide + 17) + 2 * KEYS * wide + 64);
     float* at = (float*)((uintptr_t(space.data()) + 63) / 64 * 64);
     scores = at, at += rows * KEYS;
     weights = at, at += rows * KEYS;
@@ -66,8 +66,8 @@ struct AttentionScratch {
     queries = at, at += rows * wide;
     keys = at, at += KEYS * wide;
     values = at, at += KEYS * wide;
-    max = at, at += rows;
-    sum = at;
+    sum = at, at += rows * 16;  // 16 partial sums a row
+    max = at;
   }
 };
 
@@ -92,7 +92,23 @@ template <class T> struct WideProducts {
       memcpy(s.scores + r * KEYS, sum, sizeof sum);
     }
   }
-  static void put_weights(AttentionScratch& s, long row, const float* p) { memcpy(s.weights + row * KEYS, p, KEYS * 4); }
+  // Folds the scores of one group into the running maximum, sum and output of a row; only positions
+  // [from, to) of the group are seen.
+  static void softmax(AttentionScratch& s, long row, int from, int to, float scale, long wide) {
+    float *score = s.scores + row * KEYS, *weight = s.weights + row * KEYS, *sum = s.sum + row * 16, lane[16];
+    for (int j = 0; j < KEYS; j++) score[j] = j < from || j >= to ? -INFINITY : score[j] * scale;
+    for (int j = 0; j < 16; j++)
+      lane[j] = std::max(std::max(score[j], score[j + 16]), std::max(score[j + 32], score[j + 48]));
+    for (int step = 8; step; step /= 2)
+      for (int j = 0; j < step; j++) lane[j] = std::max(lane[j], lane[j + step]);
+    float now = std::max(s.max[row], lane[0]), rescale = exp_(s.max[row] - now);
+    for (int j = 0; j < KEYS; j++) weight[j] = exp_(score[j] - now);
+    for (int j = 0; j < 16; j++)
+      sum[j] = sum[j] * rescale + ((weight[j] + weight[j + 16]) + (weight[j + 32] + weight[j + 48]));
+    s.max[row] = now;
+    if (rescale != 1.f)
+      for (long i = 0; i < wide; i++) s.out[row * wide + i] *= rescale;
+  }
   static void add_values(AttentionScratch& s, long rows, long d, long wide) {
     for (long r = 0; r < rows; r++)
       for (int j = 0; j < KEYS; j++)

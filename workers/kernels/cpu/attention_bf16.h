@@ -25,6 +25,19 @@ inline void transpose_pairs(__m512i* r, uint32_t* to) {
   }
 }
 
+// 2^x for x <= 0, to 3e-6 (probabilities become bf16 anyway); exactly 0 below -200, so for -inf.
+inline __m512 exp2_short(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-200.f));
+  const __m512 whole = _mm512_roundscale_ps(x, 8), f = _mm512_sub_ps(x, whole);
+  __m512 p = _mm512_set1_ps(1.3333558e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6181291e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5504109e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
+  return _mm512_scalef_ps(p, whole);
+}
+
 struct PairProducts {
   static void load_query(const bf16* q, AttentionScratch& s, long row, long d, long wide) {
     memcpy((bf16*)s.queries + row * wide, q, d * 2);
@@ -62,9 +75,32 @@ struct PairProducts {
   static void score(AttentionScratch& s, long rows, long d, long wide) {
     panel((const char*)s.queries, wide * 2, int(rows), (const char*)s.keys, KEYS * 4, KEYS / 16, int(d / 2), s.scores, KEYS, false);
   }
-  static void put_weights(AttentionScratch& s, long row, const float* p) {
-    for (int j = 0; j < KEYS; j += 16)
-      _mm256_storeu_si256((__m256i*)((bf16*)s.weights + row * KEYS + j), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(p + j)));
+  // As WideProducts::softmax, in base 2.
+  static void softmax(AttentionScratch& s, long row, int from, int to, float scale, long wide) {
+    const __m512 unit = _mm512_set1_ps(scale * 1.44269504f);
+    __m512 x[4];
+    for (int i = 0; i < 4; i++) x[i] = _mm512_mul_ps(_mm512_loadu_ps(s.scores + row * KEYS + i * 16), unit);
+    if (from > 0 || to < KEYS) {
+      const uint64_t seen = (to == KEYS ? ~0ull : (1ull << to) - 1) & (from == KEYS ? 0 : ~0ull << from);
+      for (int i = 0; i < 4; i++)
+        x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), __mmask16(seen >> (16 * i)), x[i]);
+    }
+    float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
+    const float old = s.max[row], now = std::max(old, largest);
+    const __m512 top = _mm512_set1_ps(now);
+    for (int i = 0; i < 4; i++) {
+      x[i] = exp2_short(_mm512_sub_ps(x[i], top));
+      _mm256_storeu_si256((__m256i*)((bf16*)s.weights + row * KEYS + i * 16), (__m256i)_mm512_cvtneps_pbh(x[i]));
+    }
+    __m512 sum = _mm512_loadu_ps(s.sum + row * 16), more = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+    if (now > old) {
+      const __m512 rescale = exp2_short(_mm512_set1_ps(old - now));
+      sum = _mm512_mul_ps(sum, rescale);
+      for (float *o = s.out + row * wide, *end = o + wide; o < end; o += 16)
+        _mm512_storeu_ps(o, _mm512_mul_ps(_mm512_loadu_ps(o), rescale));
+      s.max[row] = now;
+    }
+    _mm512_storeu_ps(s.sum + row * 16, _mm512_add_ps(sum, more));
   }
   static void add_values(AttentionScratch& s, long rows, long, long wide) {
     for (long i = 0; i < wide; i += UNIT)

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "attend.h"
+#include "roof.h"
 #include "rows.h"
 
 namespace {
@@ -84,6 +85,8 @@ int tandem_has_linear() {
   return 0;
 #endif
 }
+long tandem_read_all(const void* from, long bytes, int threads) { return read_all((const char*)from, bytes, threads); }
+double tandem_multiply_all(long rounds, int threads) { return multiply_all(rounds, threads); }
 void tandem_rms_norm(int dtype, const void* x, long outer, long inner, long outer_stride, long inner_stride, long n,
                      const void* weight, float eps, void* out, int threads) {
   BY_DTYPE(rms_norm((const T*)x, outer, inner, outer_stride, inner_stride, n, (const T*)weight, eps, (T*)out, threads));

@@ -1,0 +1,63 @@
+"""The ceilings of this machine, measured with the loads and products that our kernels use."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.works import Roofs
+from workers.kernels.compiler import KernelsUnavailable, default_cache, library
+from workers.kernels.library import Library
+
+READ_BYTES = 1 << 29  # far beyond any cache
+SQUARE = 1024  # side of the matrices where the kernels are not available
+
+
+class RoofMeter:
+    """Measures read and matrix rate; one sample takes about a tenth of a second."""
+
+    def __init__(self) -> None:
+        self._memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+        self._left = torch.randn(SQUARE, SQUARE).bfloat16()
+        try:
+            found: Library | None = Library(library(default_cache()))
+        except KernelsUnavailable:
+            found = None
+        self._library = found
+        self._reads: list[float] = []
+        self._products: list[float] = []
+
+    def sample(self) -> None:
+        """Adds one sample of each; called between works, so that drift of the machine is in the median."""
+        self._reads.append(_rate(self._read))
+        self._products.append(_rate(self._multiply))
+
+    def roofs(self) -> Roofs:
+        return Roofs(
+            read_bytes_per_s=statistics.median(self._reads), flop_per_s=statistics.median(self._products)
+        )
+
+    def samples(self) -> dict[str, list[float]]:
+        return {"read_bytes_per_s": list(self._reads), "flop_per_s": list(self._products)}
+
+    def _read(self) -> float:
+        threads = torch.get_num_threads()
+        if self._library is None:
+            self._memory.sum()
+            return READ_BYTES
+        return float(self._library.read_all(self._memory.data_ptr(), READ_BYTES, threads))
+
+    def _multiply(self) -> float:
+        if self._library is not None and self._library.has_linear:
+            return float(self._library.multiply_all(100_000, torch.get_num_threads()))
+        torch.mm(self._left, self._left)
+        return 2.0 * SQUARE**3
+
+
+def _rate(work: Callable[[], float]) -> float:
+    started = time.perf_counter()
+    amount = work()
+    return amount / (time.perf_counter() - started)

@@ -1,0 +1,43 @@
+// What the machine can do at most, measured with the loads and products that the kernels use.
+#pragma once
+#include <omp.h>
+
+#include <vector>
+
+#include "gemm.h"
+
+// Reads `bytes` (a multiple of 512 per thread is used) once over all threads; returns bytes read.
+inline long read_all(const char* from, long bytes, int threads) {
+  long each = bytes / threads / 512 * 512;
+#pragma omp parallel num_threads(threads)
+  {
+    const char* at = from + omp_get_thread_num() * each;
+    typedef uint64_t Vector __attribute__((vector_size(64), aligned(8), may_alias));
+    Vector lane[8] = {};
+    for (long i = 0; i < each; i += 512) {
+      const Vector* p = (const Vector*)(at + i);
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) lane[j] |= p[j];
+    }
+    Vector all = lane[0] | lane[1] | lane[2] | lane[3] | lane[4] | lane[5] | lane[6] | lane[7];
+    asm volatile("" : : "m"(all));
+  }
+  return each * threads;
+}
+// Floating-point operations of `rounds` register tiles a thread on data that stays in the first-level cache.
+inline double multiply_all(long rounds, int threads) {
+#ifdef __AVX512BF16__
+  constexpr int PAIRS = 64;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<char> a(MAX_ROWS * PAIRS * 4), b(PAIRS * UNIT * 4);
+    std::vector<float> c(MAX_ROWS * UNIT);
+    for (long i = 0; i < rounds; i++)
+      panel(a.data(), PAIRS * 4, MAX_ROWS, b.data(), UNIT * 4, 4, PAIRS, c.data(), UNIT, true);
+    asm volatile("" : : "r"(c.data()) : "memory");
+  }
+  return double(rounds) * threads * 2 * MAX_ROWS * UNIT * 2 * PAIRS;
+#else
+  return double(rounds * threads) * 0;
+#endif
+}
