@@ -1,0 +1,79 @@
+"""What all ranks of a group must have in common before they compute, and how they settle on the rest."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+import workers
+from workers.engine.step import GroupFailed
+from workers.runtime.handshake import Facts
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MACHINE = "machine"
+_NUM_BLOCKS = "num_blocks"
+
+
+def code_digest() -> str:
+    """Digest of the source of this package: equal on two machines exactly when they run the same engine."""
+    digest = blake2b(digest_size=8)
+    root = Path(workers.__file__).parent
+    for file in sorted(root.rglob("*")):
+        if file.suffix in (".py", ".cpp", ".h"):
+            digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def identity_facts(
+    *, content_hash: str, dtype: torch.dtype, block_size: int, tensor_parallel: int, max_model_len: int
+) -> Facts:
+    """What must be equal on all ranks, and the machine, which need not."""
+    return {
+        "code": code_digest(),
+        "torch": torch.__version__,
+        "checkpoint": content_hash,
+        "dtype": str(dtype).removeprefix("torch."),
+        "block_size": block_size,
+        "tensor_parallel": tensor_parallel,
+        "max_model_len": max_model_len,
+        _MACHINE: machine_id(),
+    }
+
+
+def machine_id() -> str:
+    """Equal for processes that share a kernel and with it the memory and the cores."""
+    return _BOOT_ID.read_text().strip()
+
+
+def agree_on_identity(by_rank: dict[int, Facts]) -> Facts:
+    """Number of ranks on each machine. Raises GroupFailed naming the ranks and values that differ."""
+    differences = []
+    for name in by_rank[0]:
+        values = {rank: facts.get(name) for rank, facts in by_rank.items()}
+        if name != _MACHINE and len(set(values.values())) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+            differences.append(f"{name} ({listed})")
+    if differences:
+        raise GroupFailed("the ranks of this group differ in " + "; ".join(differences))
+    machines = [str(facts[_MACHINE]) for facts in by_rank.values()]
+    return {machine: machines.count(machine) for machine in machines}
+
+
+def num_ranks_here(agreed: Facts) -> int:
+    """Of the answer of `agree_on_identity`: ranks on this machine."""
+    return int(agreed[machine_id()])
+
+
+def memory_facts(num_blocks: int) -> Facts:
+    return {_NUM_BLOCKS: num_blocks}
+
+
+def agree_on_memory(by_rank: dict[int, Facts]) -> Facts:
+    """The smallest pool of all: a block has the same number on every rank."""
+    return {_NUM_BLOCKS: min(num_blocks_of(facts) for facts in by_rank.values())}
+
+
+def num_blocks_of(agreed: Facts) -> int:
+    return int(agreed[_NUM_BLOCKS])

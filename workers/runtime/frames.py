@@ -1,0 +1,145 @@
+"""Frames on the control connections of a group: 4-byte little-endian body length, 1 byte kind, body.
+
+Bodies are int32 arrays (steps), short JSON (facts at start), fixed structs (handshake) or UTF-8 text
+(faults). Nothing is ever unpickled. Not covered: encryption; the addresses are loopback or the cluster's own
+network.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from enum import IntEnum
+from threading import Lock
+from typing import NamedTuple
+
+_HEADER = struct.Struct("<IB")
+_READ_BYTES = 1 << 16
+MAX_BODY_BYTES = 64 << 20
+
+
+class FrameKind(IntEnum):
+    """Who sends it, and why."""
+
+    CHALLENGE = 1  # rank 0: a nonce to sign
+    HELLO = 2  # follower: rank, pid, signature
+    FACTS = 3  # follower: what it found, to be compared or reduced over the ranks
+    AGREED = 4  # rank 0: what all ranks go on with
+    STEP = 5  # rank 0: arrays of a step
+    HEARTBEAT = 6  # both: still here; from a follower with the steps it has begun and finished
+    FAULT = 7  # both: why the sender cannot go on
+    STOP = 8  # rank 0: an orderly end
+
+
+class PeerClosed(Exception):
+    """The other end closed the connection: its process ended."""
+
+
+class PeerSilent(Exception):
+    """Nothing came, or nothing could be sent, for the whole timeout."""
+
+
+class ProtocolError(Exception):
+    """The other end sent something that is no frame of ours."""
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    kind: FrameKind
+    body: bytes
+
+
+class FrameSocket:
+    """A connected socket that carries frames. Sending is thread-safe; one thread at a time may receive."""
+
+    def __init__(self, connection: socket.socket, *, timeout_s: float) -> None:
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._sending = Lock()
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    @property
+    def own_address(self) -> str:
+        return str(self._connection.getsockname()[0])
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._connection.settimeout(timeout_s)
+
+    def send(self, kind: FrameKind, body: bytes = b"") -> None:
+        """Raises PeerClosed or PeerSilent."""
+        with self._sending:
+            self._send_all(_HEADER.pack(len(body), kind) + body)
+
+    def send_if_idle(self, kind: FrameKind, body: bytes = b"") -> None:
+        """Sends unless another thread is sending or the buffer is full: heartbeats must not wait."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            message = _HEADER.pack(len(body), kind) + body
+            try:
+                sent = self._connection.send(message, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise PeerClosed(str(error)) from error
+            self._send_all(message[sent:])
+        finally:
+            self._sending.release()
+
+    def receive(self) -> Frame:
+        """Waits for one frame. Raises PeerClosed, PeerSilent or ProtocolError."""
+        while (frame := self._next_received()) is None:
+            self._read_more()
+        return frame
+
+    def receive_ready(self) -> list[Frame]:
+        """Reads once from a readable socket and returns the frames now complete. Raises as `receive`."""
+        self._read_more()
+        frames = []
+        while (frame := self._next_received()) is not None:
+            frames.append(frame)
+        return frames
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _send_all(self, message: bytes) -> None:
+        try:
+            self._connection.sendall(message)
+        except TimeoutError as error:
+            raise PeerSilent(f"took no data for {self._timeout_s:g} s") from error
+        except OSError as error:
+            raise PeerClosed(str(error)) from error
+
+    def _read_more(self) -> None:
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except TimeoutError as error:
+            raise PeerSilent(f"silent for {self._timeout_s:g} s") from error
+        except OSError as error:
+            raise PeerClosed(str(error)) from error
+        if not data:
+            raise PeerClosed("connection closed")
+        self._received += data
+
+    def _next_received(self) -> Frame | None:
+        if len(self._received) < _HEADER.size:
+            return None
+        length, kind = _HEADER.unpack_from(self._received)
+        if length > MAX_BODY_BYTES:
+            raise ProtocolError(f"frame of {length} bytes, the limit is {MAX_BODY_BYTES}")
+        if kind not in FrameKind._value2member_map_:
+            raise ProtocolError(f"unknown frame kind {kind}")
+        end = _HEADER.size + length
+        if len(self._received) < end:
+            return None
+        body = bytes(memoryview(self._received)[_HEADER.size : end])
+        del self._received[:end]
+        return Frame(FrameKind(kind), body)

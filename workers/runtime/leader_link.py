@@ -1,0 +1,273 @@
+"""Rank 0's control connections to its followers, and the watchdog over them.
+
+Life of a group: `accept` (all followers connected and authenticated; the watchdog runs from here on) ->
+`agree` (facts compared or reduced, as often as needed) -> `send_step` for every step -> `close`.
+
+The watchdog is a thread of its own, because the engine's thread may sit inside a collective that cannot be
+interrupted. It ends the group, once, when
+- a follower's connection closes: its process is gone (the kernel closes it at once, also after SIGKILL);
+- a follower sends no heartbeat for the timeout: it is stopped, or its machine is gone;
+- a follower is alive but does not begin a step for the timeout;
+- a follower says that it cannot go on.
+A follower that hangs inside a step is found by the collective's own timeout, which `executor` reports here.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, Queue
+from threading import Event, Lock, Thread, current_thread
+
+from workers.engine.step import GroupFailed
+from workers.runtime.frames import Frame, FrameKind, FrameSocket, PeerClosed, PeerSilent, ProtocolError
+from workers.runtime.handshake import Facts, pack_facts, unpack_facts, welcome
+
+PROGRESS = struct.Struct("<qq")  # body of a follower's heartbeat: steps begun, steps finished
+_LOG = logging.getLogger(__name__)
+
+
+def heartbeat_interval_s(timeout_s: float) -> float:
+    """Several heartbeats fit into a timeout; one a second is enough."""
+    return min(1.0, timeout_s / 4)
+
+
+@dataclass(slots=True)
+class _Follower:
+    rank: int
+    pid: int
+    frames: FrameSocket
+    last_heard_s: float
+    begun: int = 0
+    finished: int = 0
+    facts: Queue[bytes] = field(default_factory=Queue)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+
+class LeaderLink:
+    """Connections to ranks 1 .. world_size - 1. `on_failure` is called once, from the watchdog's thread."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        *,
+        world_size: int,
+        timeout_s: float,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._listener = listener
+        self._token = token
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+        self._followers: dict[int, _Follower] = {}
+        self._steps_sent = 0
+        self._step_sent_at_s = 0.0
+        self._failure: str | None = None
+        self._failing = Lock()
+        self._failed = Event()
+        self._closing = Event()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._watchdog = Thread(target=self._watch, name="tandem-watchdog", daemon=True)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the group ended; None while it lives."""
+        return self._failure
+
+    def accept(self, timeout_s: float) -> None:
+        """Waits until all followers are there. Raises GroupFailed naming those that are not."""
+        deadline = time.monotonic() + timeout_s
+        while len(self._followers) < self._world_size - 1:
+            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, self._world_size)) - set(self._followers))
+                raise GroupFailed(f"ranks {missing} did not connect within {timeout_s:g} s") from None
+            arrived = welcome(connection, self._token)
+            if arrived is None:
+                _LOG.warning("a connection to the control port did not prove that it is one of our ranks")
+                continue
+            frames, rank, pid = arrived
+            if not 1 <= rank < self._world_size or rank in self._followers:
+                frames.close()
+                raise GroupFailed(f"pid {pid} says it is rank {rank}, which is taken or outside the group")
+            frames.set_timeout(self._timeout_s)
+            self._followers[rank] = _Follower(rank, pid, frames, time.monotonic())
+        self._listener.close()
+        self._watchdog.start()
+
+    def agree(self, own: Facts, decide: Callable[[dict[int, Facts]], Facts], *, timeout_s: float) -> Facts:
+        """Collects facts of all ranks, lets `decide` reduce them, tells all ranks the result, returns it.
+
+        `decide` raises GroupFailed on a mismatch; the followers are told why. Raises GroupFailed too when a
+        follower dies, or has no facts within the timeout.
+        """
+        by_rank: dict[int, Facts] = {0: own}
+        deadline = time.monotonic() + timeout_s
+        for follower in self._followers.values():
+            by_rank[follower.rank] = unpack_facts(self._await_facts(follower, deadline))
+        try:
+            agreed = decide(by_rank)
+        except GroupFailed as refusal:
+            self._tell_all(FrameKind.FAULT, str(refusal).encode())
+            raise
+        self._send_all(FrameKind.AGREED, pack_facts(agreed))
+        return agreed
+
+    def send_step(self, body: bytes) -> None:
+        """Hands a step to all followers. Raises GroupFailed when one is known to be gone."""
+        self.check()
+        self._step_sent_at_s = time.monotonic()
+        self._steps_sent += 1
+        self._send_all(FrameKind.STEP, body)
+
+    def check(self) -> None:
+        """Raises GroupFailed once the group has failed."""
+        if self._failure is not None:
+            raise GroupFailed(self._failure)
+
+    def explain(self, error: Exception, wait_s: float) -> GroupFailed:
+        """Ends the group because a step failed on rank 0, or for what the watchdog finds out within the wait.
+
+        A dead peer shows first as an error of the collective, which does not say who died.
+        """
+        if not self._failed.wait(wait_s):
+            seen = "; ".join(
+                f"{follower.name} has begun {follower.begun} and finished {follower.finished} of "
+                f"{self._steps_sent} steps"
+                for follower in self._followers.values()
+            )
+            self._fail(f"step failed on rank 0: {error} ({seen})")
+        return GroupFailed(self._failure or str(error))
+
+    def close(self) -> None:
+        """Tells followers to end, waits until they have, for at most the timeout. May be called twice."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._wake_writer.send(b"x")
+            if self._watchdog.is_alive() and self._watchdog is not current_thread():
+                self._watchdog.join(self._timeout_s)
+            if self._failure is None:
+                self._tell_all(FrameKind.STOP, b"")
+                self._await_ends()
+            for follower in self._followers.values():
+                follower.frames.close()
+            for end in (self._listener, self._wake_reader, self._wake_writer):
+                end.close()
+
+    def _await_ends(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        for follower in self._followers.values():
+            try:
+                while (left := deadline - time.monotonic()) > 0:
+                    follower.frames.set_timeout(left)
+                    follower.frames.receive()
+            except (PeerClosed, PeerSilent, ProtocolError):
+                continue
+
+    def _await_facts(self, follower: _Follower, deadline: float) -> bytes:
+        while True:
+            self.check()
+            try:
+                return follower.facts.get(timeout=0.05)
+            except Empty:
+                if time.monotonic() >= deadline:
+                    raise GroupFailed(f"{follower.name} was not ready in time") from None
+
+    def _send_all(self, kind: FrameKind, body: bytes) -> None:
+        for follower in self._followers.values():
+            try:
+                follower.frames.send(kind, body)
+            except (PeerClosed, PeerSilent) as error:
+                self._fail(f"{follower.name} died or hangs: {error}")
+                self.check()
+
+    def _tell_all(self, kind: FrameKind, body: bytes) -> None:
+        """Last words: a follower that does not hear them sees the connection close."""
+        for follower in self._followers.values():
+            try:
+                follower.frames.send(kind, body)
+            except (PeerClosed, PeerSilent):
+                continue
+
+    def _fail(self, reason: str) -> None:
+        with self._failing:
+            if self._failure is not None or self._closing.is_set():
+                return
+            self._failure = reason
+        self._failed.set()
+        self._on_failure(reason)
+
+    def _watch(self) -> None:
+        interval_s = heartbeat_interval_s(self._timeout_s)
+        next_heartbeat_s = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_reader, selectors.EVENT_READ)
+            for follower in self._followers.values():
+                selector.register(follower.frames, selectors.EVENT_READ, follower)
+            while not self._closing.is_set() and self._failure is None:
+                ready = [key.data for key, _ in selector.select(interval_s / 2) if key.data is not None]
+                now = time.monotonic()
+                problem = self._hear(ready, now) or self._overdue(now)
+                if problem is None and now >= next_heartbeat_s:
+                    next_heartbeat_s = now + interval_s
+                    problem = self._send_heartbeats()
+                if problem is not None:
+                    self._fail(problem)
+
+    def _hear(self, ready: list[_Follower], now: float) -> str | None:
+        for follower in ready:
+            try:
+                for frame in follower.frames.receive_ready():
+                    problem = self._take(follower, frame)
+                    if problem is not None:
+                        return problem
+            except (PeerClosed, PeerSilent) as error:
+                return f"{follower.name} died: {error}"
+            except ProtocolError as error:
+                return f"{follower.name} sent what is no message of ours: {error}"
+            follower.last_heard_s = now
+        return None
+
+    def _take(self, follower: _Follower, frame: Frame) -> str | None:
+        if frame.kind is FrameKind.HEARTBEAT and len(frame.body) == PROGRESS.size:
+            follower.begun, follower.finished = PROGRESS.unpack(frame.body)
+        elif frame.kind is FrameKind.FACTS:
+            follower.facts.put(frame.body)
+        elif frame.kind is FrameKind.FAULT:
+            return f"{follower.name} failed: {frame.body[:2000].decode('utf-8', 'replace')}"
+        else:
+            return f"{follower.name} sent an unexpected {frame.kind.name} message"
+        return None
+
+    def _overdue(self, now: float) -> str | None:
+        for follower in self._followers.values():
+            silent_s = now - follower.last_heard_s
+            if silent_s > self._timeout_s:
+                return f"{follower.name} has been silent for {silent_s:.1f} s (limit {self._timeout_s:g} s)"
+            waited_s = now - self._step_sent_at_s
+            if follower.begun < self._steps_sent and waited_s > self._timeout_s:
+                return (
+                    f"{follower.name} is alive but has not begun step {self._steps_sent} after "
+                    f"{waited_s:.1f} s (limit {self._timeout_s:g} s)"
+                )
+        return None
+
+    def _send_heartbeats(self) -> str | None:
+        for follower in self._followers.values():
+            try:
+                follower.frames.send_if_idle(FrameKind.HEARTBEAT)
+            except (PeerClosed, PeerSilent) as error:
+                return f"{follower.name} died: {error}"
+        return None

@@ -1,0 +1,249 @@
+"""One rank of a group, from config to ready; used alike by Ray actors, by `launch` and by tests.
+
+    leader = Leader(config)                      # opens rank 0's ports; a group of one rank opens none
+    follower = Follower(config, 1, leader.rendezvous)   # in another process; likewise the ranks after it
+    facts = leader.load()      ||  follower.load()
+    Engine(executor=leader.executor, ...)  ||  follower.follow()   # blocks until the group ends
+    leader.close()             ->  follow() returns; follower.close()
+
+The two `load` run at the same time: the ranks meet, compare what they found, form the process group, read
+their slices of the weights, agree on the number of blocks, and compute a first step together.
+
+Whatever breaks the group raises GroupFailed on rank 0 and LeaderLost elsewhere. A thread inside a collective
+cannot raise, so `on_failure` is called too, from a watchdog thread: by default it prints the reason, leaves
+the process a second to report it, and ends the process with EXIT_CODE. So a process belongs to its rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from workers.config import GroupConfig
+from workers.engine.step import Executor, GroupFailed, SampleTask, SequenceSlice, StepPlan
+from workers.model.parallel import TensorParallel
+from workers.runtime.agreement import (
+    agree_on_identity,
+    agree_on_memory,
+    memory_facts,
+    num_blocks_of,
+    num_ranks_here,
+)
+from workers.runtime.executor import GroupExecutor, LocalExecutor
+from workers.runtime.follower_link import FollowerLink
+from workers.runtime.handshake import Rendezvous, new_token, open_port
+from workers.runtime.leader_link import LeaderLink
+from workers.runtime.process_group import ProcessGroup, connect_store, open_store
+from workers.runtime.rank_model import RankFacts, RankModel
+from workers.runtime.runner import ModelRunner
+from workers.runtime.step_codec import decode
+from workers.types import SamplingParams
+
+EXIT_CODE = 70
+JOIN_TIMEOUT_S = 120.0  # for all processes of a group to be there
+LOAD_TIMEOUT_S = 1800.0  # for all ranks to have read their weights
+_LAST_WORDS_S = 1.0
+
+__all__ = ["EXIT_CODE", "Follower", "Leader", "RankFacts", "Rendezvous", "exit_process"]
+
+
+def exit_process(reason: str) -> None:
+    """The default `on_failure`: says why on stderr, ends the process whatever its threads are stuck in."""
+    print(f"tandem: rank process {os.getpid()} ends: {reason}", file=sys.stderr, flush=True)
+    time.sleep(_LAST_WORDS_S)  # the engine loop reports the failure to its clients meanwhile
+    os._exit(EXIT_CODE)
+
+
+class Leader:
+    """Rank 0."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        *,
+        host: str = "127.0.0.1",
+        on_failure: Callable[[str], None] = exit_process,
+    ) -> None:
+        """host: IPv4 address of this machine that the other ranks can reach. Opens ports, reads nothing."""
+        self._config = config
+        self._host = host
+        self._executor: Executor | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._link: LeaderLink | None = None
+        self._group: ProcessGroup | None = None
+        if config.parallel.tensor_parallel > 1:
+            self._store = open_store(host)
+            listener = open_port(host)
+            self._rendezvous = Rendezvous(
+                host=host,
+                store_port=self._store.port,
+                control_port=listener.getsockname()[1],
+                token=new_token(),
+            )
+            self._link = LeaderLink(
+                listener,
+                self._rendezvous.token,
+                world_size=config.parallel.tensor_parallel,
+                timeout_s=config.parallel.step_timeout_s,
+                on_failure=on_failure,
+            )
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """What followers need. Only for tensor_parallel > 1."""
+        assert self._rendezvous is not None, "a group of one rank has no followers"
+        return self._rendezvous
+
+    @property
+    def executor(self) -> Executor:
+        """Valid from `load` to `close`; its own `close` is this leader's."""
+        assert self._executor is not None, "load() first"
+        return self._executor
+
+    def load(self) -> RankFacts:
+        """Brings the rank to the point where it serves.
+
+        Raises GroupFailed, or what names a fault of config or checkpoint: RankConfigError, CheckpointError,
+        TensorParallelError.
+        """
+        try:
+            model = RankModel(self._config, rank=0)
+            facts = self._load_alone(model) if self._link is None else self._load_group(model, self._link)
+            _first_step(self.executor)
+        except Exception:
+            self.close()
+            raise
+        return facts
+
+    def close(self) -> None:
+        """Ends the followers and leaves the process group. May be called twice."""
+        if self._link is not None:
+            self._link.close()
+        if self._group is not None:
+            self._group.close()
+
+    def _load_alone(self, model: RankModel) -> RankFacts:
+        decoder = model.load(TensorParallel(), ranks_on_machine=1)
+        num_blocks = model.measure_blocks(ranks_on_machine=1)
+        facts = model.facts(num_blocks)
+        self._executor = LocalExecutor(model.runner(decoder, num_blocks), facts.kv_bytes_per_block)
+        return facts
+
+    def _load_group(self, model: RankModel, link: LeaderLink) -> RankFacts:
+        link.accept(JOIN_TIMEOUT_S)
+        agreed = link.agree(model.identity(), agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
+        self._group = _process_group(self._config, 0, self._host, self._store, model.device)
+        decoder = model.load(self._group.parallel, num_ranks_here(agreed))
+        measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
+        num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
+        facts = model.facts(num_blocks)
+        runner = model.runner(decoder, num_blocks)
+        self._executor = GroupExecutor(runner, link, facts.kv_bytes_per_block, on_close=self.close)
+        return facts
+
+
+class Follower:
+    """A rank above 0. One per process: it ends the process when rank 0 is gone and no thread can say so."""
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        rank: int,
+        rendezvous: Rendezvous,
+        *,
+        on_failure: Callable[[str], None] = exit_process,
+    ) -> None:
+        """Starts nothing: `load` connects to rank 0."""
+        self._config = config
+        self._rank = rank
+        self._rendezvous = rendezvous
+        self._on_failure = on_failure
+        self._runner: ModelRunner | None = None
+        self._group: ProcessGroup | None = None
+        self._link: FollowerLink | None = None
+
+    def load(self) -> RankFacts:
+        """As `Leader.load`; raises LeaderLost where that raises GroupFailed.
+
+        Waits for rank 0 to be in its own `load`. An error of this rank is told to rank 0 before it is raised.
+        """
+        self._link = FollowerLink(
+            self._rendezvous,
+            self._rank,
+            timeout_s=self._config.parallel.step_timeout_s,
+            join_timeout_s=JOIN_TIMEOUT_S,
+            on_leader_lost=self._on_failure,
+        )
+        try:
+            return self._load(self._link)
+        except Exception as error:
+            self._link.report_fault(f"{type(error).__name__}: {error}")
+            self.close()
+            raise
+
+    def follow(self) -> None:
+        """Computes steps until rank 0 ends the group. Raises LeaderLost when rank 0 is gone or refuses.
+
+        Any other exception is a fault of this rank and is told to rank 0 before it is raised.
+        """
+        assert self._link is not None and self._runner is not None, "load() first"
+        for body in self._link.steps():
+            try:
+                for part in decode(body).passes():
+                    self._runner.run(part)
+            except Exception as error:
+                self._link.report_fault(f"{type(error).__name__}: {error}")
+                raise
+
+    def close(self) -> None:
+        """Leaves the group. May be called twice."""
+        if self._link is not None:
+            self._link.close()
+        if self._group is not None:
+            self._group.close()
+
+    def _load(self, link: FollowerLink) -> RankFacts:
+        model = RankModel(self._config, self._rank)
+        agreed = link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S)
+        store = connect_store(self._rendezvous.host, self._rendezvous.store_port)
+        self._group = _process_group(self._config, self._rank, link.own_address, store, model.device)
+        decoder = model.load(self._group.parallel, num_ranks_here(agreed))
+        measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
+        num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
+        self._runner = model.runner(decoder, num_blocks)
+        return model.facts(num_blocks)
+
+
+def _process_group(
+    config: GroupConfig, rank: int, own_address: str, store: TCPStore, device: torch.device
+) -> ProcessGroup:
+    return ProcessGroup(
+        store,
+        host=own_address,
+        rank=rank,
+        size=config.parallel.tensor_parallel,
+        device=device,
+        timeout_s=config.parallel.step_timeout_s,
+    )
+
+
+def _first_step(executor: Executor) -> None:
+    """One token through all ranks: a broken kernel or a deaf rank shows before the first request.
+
+    It writes to block 0, which no request holds yet. Raises GroupFailed.
+    """
+    task = SampleTask(
+        params=SamplingParams(max_tokens=1, temperature=0.0),
+        choice=0,
+        prompt_token_ids=(0,),
+        output_token_ids=(),
+    )
+    piece = SequenceSlice(token_ids=(0,), start=0, block_table=(0,), sample=task)
+    (result,) = executor.execute(StepPlan(number=0, slices=(piece,))).slices
+    if result.error is not None:
+        raise GroupFailed(f"the first step failed: {result.error}")

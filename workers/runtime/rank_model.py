@@ -1,0 +1,119 @@
+"""The model side of a rank's start: open the checkpoint, load this rank's slice, size and fill the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.config import GroupConfig
+from workers.model.checkpoint import Checkpoint
+from workers.model.decoder import Decoder, load_decoder
+from workers.model.parallel import TensorParallel
+from workers.model.spec import check_tensor_parallel
+from workers.runtime.agreement import identity_facts
+from workers.runtime.device import choose_device, choose_dtype, set_threads
+from workers.runtime.errors import RankConfigError
+from workers.runtime.handshake import Facts
+from workers.runtime.kv_pool import allocate_pool, bytes_per_block, free_bytes, num_blocks_for
+from workers.runtime.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What was found and measured at start; equal on all ranks of a group."""
+
+    model_hash: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str  # cpu or cuda
+    tensor_parallel: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_block: int  # over all ranks
+
+
+class RankModel:
+    """Steps of the start, in the order of the methods. The first finds faults of config and checkpoint."""
+
+    def __init__(self, config: GroupConfig, rank: int) -> None:
+        """Reads config and headers. Raises CheckpointError, TensorParallelError or RankConfigError."""
+        self._config = config
+        self._rank = rank
+        self._size = config.parallel.tensor_parallel
+        self.device = choose_device(config.parallel, rank)
+        self._dtype = choose_dtype(config.model.dtype)
+        self._checkpoint = Checkpoint(config.model.path)
+        check_tensor_parallel(self._checkpoint.spec, self._size)
+        self._max_model_len = self._checked_max_model_len()
+
+    def identity(self) -> Facts:
+        """What the ranks compare. Reads all weight files once, for their digest."""
+        return identity_facts(
+            content_hash=self._checkpoint.content_hash(),
+            dtype=self._dtype,
+            block_size=self._config.cache.block_size,
+            tensor_parallel=self._size,
+            max_model_len=self._max_model_len,
+        )
+
+    def load(self, parallel: TensorParallel, ranks_on_machine: int) -> Decoder:
+        """Reads this rank's slice of the weights."""
+        set_threads(self._config.parallel, ranks_on_machine)
+        return load_decoder(self._checkpoint, self._checkpoint.spec, self._dtype, self.device, parallel)
+
+    def measure_blocks(self, ranks_on_machine: int) -> int:
+        """Blocks this rank can hold, now that the weights are in. Raises PoolTooSmall."""
+        is_host_memory = self.device.type == "cpu"
+        return num_blocks_for(
+            self._config.cache,
+            self._config.schedule,
+            block_bytes=self._block_bytes(self._rank),
+            max_model_len=self._max_model_len,
+            free=free_bytes(self.device),
+            sharers=ranks_on_machine if is_host_memory else 1,
+            is_host_memory=is_host_memory,
+        )
+
+    def runner(self, decoder: Decoder, num_blocks: int) -> ModelRunner:
+        """Allocates the pool."""
+        pool = allocate_pool(
+            self._checkpoint.spec,
+            num_blocks=num_blocks,
+            num_kv_heads=self._num_kv_heads(self._rank),
+            block_size=self._config.cache.block_size,
+            dtype=self._dtype,
+            device=self.device,
+        )
+        return ModelRunner(decoder, pool, self.device)
+
+    def facts(self, num_blocks: int) -> RankFacts:
+        return RankFacts(
+            model_hash=self._checkpoint.model_hash,
+            vocab_size=self._checkpoint.vocab_size,
+            max_model_len=self._max_model_len,
+            eos_token_ids=self._checkpoint.eos_token_ids,
+            dtype=str(self._dtype).removeprefix("torch."),
+            device=self.device.type,
+            tensor_parallel=self._size,
+            block_size=self._config.cache.block_size,
+            num_blocks=num_blocks,
+            kv_bytes_per_block=sum(self._block_bytes(rank) for rank in range(self._size)),
+        )
+
+    def _checked_max_model_len(self) -> int:
+        longest, wanted = self._checkpoint.max_model_len, self._config.model.max_model_len
+        if wanted is None:
+            return longest
+        if not 1 <= wanted <= longest:
+            raise RankConfigError(
+                f"model.max_model_len {wanted}: {self._checkpoint.folder} allows 1 to {longest}"
+            )
+        return wanted
+
+    def _num_kv_heads(self, rank: int) -> int:
+        return len(self._checkpoint.spec.kv_heads_of_rank(rank, self._size))
+
+    def _block_bytes(self, rank: int) -> int:
+        spec, block_size = self._checkpoint.spec, self._config.cache.block_size
+        return bytes_per_block(spec, self._num_kv_heads(rank), block_size, self._dtype)

@@ -1,0 +1,47 @@
+"""Runs the steps of one rank: its decoder over its KV pool."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.model.decoder import Decoder
+from workers.runtime.batch import build_batch
+from workers.runtime.step_codec import StepArrays
+
+
+class ModelRunner:
+    """Owns decoder and pool of this rank. All ranks of a group run the same arrays in the same order."""
+
+    def __init__(self, decoder: Decoder, pool: torch.Tensor, device: torch.device) -> None:
+        """pool: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim)."""
+        self._decoder = decoder
+        self._pool = pool
+        self._device = device
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.shape[4]
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The pool itself, not a copy: transfers read and write blocks that no step is using."""
+        return self._pool
+
+    def run(self, arrays: StepArrays) -> torch.Tensor | None:
+        """Logits (R, vocabulary) float32 on rank 0, None elsewhere."""
+        batch = build_batch(
+            arrays,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            vocab_size=self._decoder.spec.vocab_size,
+            device=self._device,
+        )
+        return self._decoder.forward(batch, self._pool)
