@@ -43,16 +43,19 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "tandem" / "kernels"
 
 
-def library(cache: Path) -> Path:
-    """The compiled library for this machine, built now if it is not there. Raises KernelsUnavailable."""
-    path = _target(cache)
+def library(cache: Path, sources: Path = SOURCES) -> Path:
+    """The compiled library for this machine, built now if it is not there. Raises KernelsUnavailable.
+
+    sources: folder with kernels.cpp and what it includes.
+    """
+    path = _target(cache, sources)
     if path.exists():
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent / "lock"):
             if not path.exists():
-                _compile(path)
+                _compile(path, sources)
     except OSError as error:
         raise KernelsUnavailable(f"cannot write compiled kernels to {path.parent}: {error}") from error
     return path
@@ -65,11 +68,11 @@ def _compiler() -> str:
     return found
 
 
-def _target(cache: Path) -> Path:
+def _target(cache: Path, sources: Path) -> Path:
     if platform.machine() not in MACHINES or sys.platform != "linux":
         raise KernelsUnavailable(f"no C++ kernels for {sys.platform} on {platform.machine()}")
     key = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(sources.iterdir()):
         if source.suffix in (".h", ".cpp"):
             key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True, timeout=30).stdout
@@ -100,10 +103,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(path: Path) -> None:
+def _compile(path: Path, sources: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [_compiler(), *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
+        command = [_compiler(), *FLAGS, str(sources / "kernels.cpp"), "-o", str(built)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
