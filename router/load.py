@@ -8,6 +8,7 @@ begun before). Without this a burst within one stats period would all go to the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp2
 
 from router.policy import GroupLoad
 from workers.types import GroupId, GroupStats, RequestId
@@ -22,7 +23,7 @@ _STATS_UNTIL_COUNTED = 2
 
 
 @dataclass(slots=True)
-class _Charge:
+class _Sent:
     """A request that this router has sent and that is not finished."""
 
     uncached_tokens: int
@@ -30,7 +31,6 @@ class _Charge:
     sent_s: float
     is_accepted: bool = False
     num_stats: int = 0  # STATS since it was accepted
-    is_counted: bool = False  # the group's stats include it
     has_token: bool = False
 
 
@@ -41,7 +41,9 @@ class LoadTracker:
         self._group_id = group_id
         self._block_size = block_size
         self._stats = GroupStats(free_blocks=num_blocks)
-        self._charges: dict[RequestId, _Charge] = {}
+        self._sent: dict[RequestId, _Sent] = {}
+        self._charged: dict[RequestId, _Sent] = {}  # of those, the ones that the stats do not include yet
+        self._charged_tokens = 0
         self._prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
         self._work_tokens = 0.0
         self._work_s = 0.0  # when _work_tokens was true
@@ -51,42 +53,49 @@ class LoadTracker:
         """The last ones that came."""
         return self._stats
 
+    @property
+    def num_requests(self) -> int:
+        """Requests of this router there, unfinished."""
+        return len(self._sent)
+
     def on_stats(self, stats: GroupStats) -> None:
         """The group has reported."""
         self._stats = stats
-        for charge in self._charges.values():
-            if charge.is_accepted and not charge.is_counted:
-                charge.num_stats += 1
-                charge.is_counted = charge.num_stats >= _STATS_UNTIL_COUNTED
+        for request_id, sent in list(self._charged.items()):
+            sent.num_stats += sent.is_accepted
+            if sent.num_stats >= _STATS_UNTIL_COUNTED:
+                self._uncharge(request_id)
 
     def on_sent(self, request_id: RequestId, uncached_tokens: int, work_tokens: float, now_s: float) -> None:
         """A request is on its way to the group."""
-        before = self._stats.waiting_tokens + self._charged_tokens()
-        self._charges[request_id] = _Charge(
-            uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s
-        )
+        before = self._stats.waiting_tokens + self._charged_tokens
+        sent = _Sent(uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s)
+        self._sent[request_id] = self._charged[request_id] = sent
+        self._charged_tokens += uncached_tokens
         self._work_tokens = self._decayed_work(now_s) + work_tokens
         self._work_s = now_s
 
     def on_accepted(self, request_id: RequestId) -> None:
         """The group has taken it."""
-        if (charge := self._charges.get(request_id)) is not None:
-            charge.is_accepted = True
+        if (sent := self._sent.get(request_id)) is not None:
+            sent.is_accepted = True
 
     def on_token(self, request_id: RequestId, now_s: float) -> None:
         """Tokens of the request have come; the first time tells how fast the group computes prompts."""
-        charge = self._charges.get(request_id)
-        if charge is None or charge.has_token:
+        sent = self._sent.get(request_id)
+        if sent is None or sent.has_token:
             return
-        charge.has_token = charge.is_counted = True
-        tokens = charge.tokens_before + charge.uncached_tokens
-        if tokens >= _MIN_OBSERVED_TOKENS and now_s > charge.sent_s:
-            rate = min(max(tokens / (now_s - charge.sent_s), 1.0), 1e7)
+        sent.has_token = True
+        self._uncharge(request_id)
+        tokens = sent.tokens_before + sent.uncached_tokens
+        if tokens >= _MIN_OBSERVED_TOKENS and now_s > sent.sent_s:
+            rate = min(max(tokens / (now_s - sent.sent_s), 1.0), 1e7)
             self._prefill_tokens_per_s += _LEARNING_RATE * (rate - self._prefill_tokens_per_s)
 
     def on_ended(self, request_id: RequestId) -> None:
         """The request is over, however it ended; unknown ids are ignored."""
-        self._charges.pop(request_id, None)
+        self._uncharge(request_id)
+        self._sent.pop(request_id, None)
 
     def view(self, now_s: float, silent_s: float) -> GroupLoad:
         """The group as placement sees it now."""
@@ -101,15 +110,16 @@ class LoadTracker:
             num_waiting=stats.num_waiting,
             available_blocks=stats.free_blocks + stats.cached_blocks,
             active_blocks=stats.active_blocks,
-            charged_tokens=self._charged_tokens(),
-            charged_requests=sum(not charge.is_counted for charge in self._charges.values()),
-            own_requests=len(self._charges),
+            charged_tokens=self._charged_tokens,
+            charged_requests=len(self._charged),
+            own_requests=len(self._sent),
             recent_work_tokens=self._decayed_work(now_s),
             silent_s=silent_s,
         )
 
-    def _charged_tokens(self) -> int:
-        return sum(charge.uncached_tokens for charge in self._charges.values() if not charge.is_counted)
+    def _uncharge(self, request_id: RequestId) -> None:
+        if (sent := self._charged.pop(request_id, None)) is not None:
+            self._charged_tokens -= sent.uncached_tokens
 
     def _decayed_work(self, now_s: float) -> float:
-        return self._work_tokens * 0.5 ** (max(now_s - self._work_s, 0.0) / _WORK_HALF_LIFE_S)
+        return self._work_tokens * exp2(-max(now_s - self._work_s, 0.0) / _WORK_HALF_LIFE_S)

@@ -98,8 +98,9 @@ def rank(
     least_work = min((load.recent_work_tokens for load in loads), default=0.0)
     ranked = []
     for load in loads:
-        cached = split_prompt(request, load, matches.get(load.group_id, 0) if use_cache else 0)
-        terms = _terms(request, load, cached, load.recent_work_tokens - least_work, config)
+        matched = matches.get(load.group_id, 0) if use_cache else 0
+        split = split_prompt(request, load.block_size, matched)
+        terms = _terms(request, load, split, load.recent_work_tokens - least_work, config)
         choice = Choice(load.group_id, sum(terms.values()), terms)
         spread = blake2b(request.spread_key + load.group_id.encode(), digest_size=8).digest()
         ranked.append((round(choice.cost_ms, 1), load.own_requests, spread, choice))
@@ -114,10 +115,10 @@ class TokenSplit(NamedTuple):
     uncached: int
 
 
-def split_prompt(request: RequestView, load: GroupLoad, matched_blocks: int) -> TokenSplit:
+def split_prompt(request: RequestView, block_size: int, matched_blocks: int) -> TokenSplit:
     """What of the prompt is cached; at least its last token is always computed."""
-    usable = max(request.num_prompt_tokens - 1, 0) // load.block_size * load.block_size
-    cached = min(matched_blocks * load.block_size, usable)
+    usable = max(request.num_prompt_tokens - 1, 0) // block_size * block_size
+    cached = min(matched_blocks * block_size, usable)
     return TokenSplit(cached, request.num_prompt_tokens - cached)
 
 

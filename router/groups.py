@@ -1,0 +1,245 @@
+"""Follows the directory of groups: keeps one link to each, and knows which of them can take requests.
+
+Life of a group here, run by one task per group:
+
+    listed -> connecting -> connected -> ready -> lost -> connecting ...
+                 ^ backoff                ^ a canary request has brought a real token over this link
+
+A new epoch or address ends the old link first, so that nothing an old epoch still says is heard. A group
+that is no longer listed takes no new requests, finishes what it has, and is then let go. When the directory
+does not answer, the last list stays in force: nothing on the path of a request needs the directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from router.dispatch import GroupState
+from router.link import GroupLink, LinkLimits, TokenSink, open_link
+from router.prefix_index import PrefixIndex
+from workers.channel import ClientIdentity, HandshakeFailed
+from workers.types import GroupAddress, GroupId, GroupInfo, GroupStats
+
+_log = logging.getLogger(__name__)
+
+GroupSource = Callable[[], Awaitable[Sequence[GroupAddress]]]  # the directory's list; may wait for news
+Canary = Callable[[GroupLink], Awaitable[None]]  # returns when a real token has come; raises CanaryFailed
+
+
+class CanaryFailed(Exception):
+    """The group did not answer a one-token request. The message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimits:
+    """Times of following groups."""
+
+    poll_s: float = 0.5  # between two questions to the directory
+    source_timeout_s: float = 10.0  # for one answer of the directory
+    canary_timeout_s: float = 30.0
+    backoff_s: float = 0.1  # after the first failed connection or canary; doubles
+    max_backoff_s: float = 2.0
+    forget_after_s: float = 5.0  # an unlisted group without requests is let go
+    link: LinkLimits = field(default_factory=LinkLimits)
+
+
+class _Follower:
+    """Keeps one group connected and proven."""
+
+    def __init__(self, table: GroupTable, address: GroupAddress) -> None:
+        self.address = address
+        self.link: GroupLink | None = None
+        self.unlisted_s: float | None = None  # loop time since when the directory does not list it
+        self._table = table
+        self._moved = asyncio.Event()
+        self._backoff_s = 0.0
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def is_eligible(self) -> bool:
+        """Whether new requests may go there, were it ready."""
+        return self.unlisted_s is None and not self.address.is_draining
+
+    def update(self, address: GroupAddress) -> None:
+        """What the directory says of the group now."""
+        old, self.address = self.address, address
+        self.unlisted_s = None
+        if (old.host, old.port, old.epoch) != (address.host, address.port, address.epoch):
+            self._moved.set()
+            if self.link is not None:
+                self.link.close(f"group {address.group_id} has been rebuilt: epoch {address.epoch}")
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self.link is not None:
+            self.link.close("the router leaves the group")
+
+    async def _run(self) -> None:
+        while True:
+            self._moved.clear()
+            try:
+                self.link = await self._table.open(self.address)
+            except HandshakeFailed as error:
+                _log.info("group %s: %s", self.address.group_id, error)
+                await self._pause()
+                continue
+            proof = asyncio.get_running_loop().create_task(self._prove(self.link))
+            try:
+                reason = await asyncio.shield(self.link.closed)
+            finally:
+                proof.cancel()
+                await asyncio.gather(proof, return_exceptions=True)
+            _log.warning("group %s epoch %d lost: %s", self.address.group_id, self.link.address.epoch, reason)
+            self.link = None
+            await self._pause()
+
+    async def _prove(self, link: GroupLink) -> None:
+        """Asks for one token until one comes."""
+        while link.is_open:
+            try:
+                async with asyncio.timeout(self._table.limits.canary_timeout_s):
+                    await self._table.canary(link)
+            except (CanaryFailed, TimeoutError) as error:
+                _log.warning("group %s gave no canary token: %s", link.info.group_id, error or "no answer")
+                await self._pause()
+                continue
+            link.is_ready = True
+            self._backoff_s = 0.0
+            _log.info("group %s epoch %d is ready", link.info.group_id, link.info.epoch)
+            return
+
+    async def _pause(self) -> None:
+        """Waits longer each time, but not when the group has moved."""
+        limits = self._table.limits
+        self._backoff_s = min(max(limits.backoff_s, 2 * self._backoff_s), limits.max_backoff_s)
+        try:
+            async with asyncio.timeout(self._backoff_s):
+                await self._moved.wait()
+        except TimeoutError:
+            return
+        self._backoff_s = 0.0
+
+
+class GroupTable:
+    """All groups of the application as this router sees them. Lives on the router's event loop."""
+
+    def __init__(
+        self,
+        *,
+        source: GroupSource,
+        identity: ClientIdentity,
+        index: PrefixIndex,
+        sink: TokenSink,
+        canary: Canary,
+        limits: GroupLimits,
+    ) -> None:
+        self.limits = limits
+        self.canary = canary
+        self._source = source
+        self._identity = identity
+        self._index = index
+        self._sink = sink
+        self._followers: dict[GroupId, _Follower] = {}
+        self._poller: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to follow the directory."""
+        assert self._poller is None, "started twice"
+        self._poller = asyncio.get_running_loop().create_task(self._poll())
+
+    async def stop(self) -> None:
+        """Leaves all groups. May be called twice."""
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+        await asyncio.gather(*(follower.stop() for follower in self._followers.values()))
+        self._followers.clear()
+
+    async def open(self, address: GroupAddress) -> GroupLink:
+        """A link to the group. Raises HandshakeFailed."""
+        return await open_link(
+            address, self._identity, index=self._index, sink=self._sink, limits=self.limits.link
+        )
+
+    def ready_links(self) -> list[GroupLink]:
+        """Links to groups that can take a new request now."""
+        return [
+            follower.link
+            for follower in self._followers.values()
+            if follower.link is not None
+            and follower.link.is_open
+            and follower.link.is_ready
+            and follower.is_eligible
+        ]
+
+    def link(self, group_id: GroupId) -> GroupLink | None:
+        """The link to a group, ready or not."""
+        follower = self._followers.get(group_id)
+        return follower.link if follower is not None else None
+
+    def states(self) -> list[GroupState]:
+        """All groups, in order of their ids; one without a connection shows what the directory says."""
+        return [_state(follower) for _, follower in sorted(self._followers.items())]
+
+    def update(self, addresses: Sequence[GroupAddress]) -> None:
+        """Takes a new list of the directory."""
+        for address in addresses:
+            follower = self._followers.get(address.group_id)
+            if follower is None:
+                self._followers[address.group_id] = _Follower(self, address)
+            elif address.epoch >= follower.address.epoch:  # an older one is a late answer
+                follower.update(address)
+        listed = {address.group_id for address in addresses}
+        now_s = asyncio.get_running_loop().time()
+        for group_id, follower in self._followers.items():
+            if group_id not in listed and follower.unlisted_s is None:
+                follower.unlisted_s = now_s
+
+    async def _poll(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self.limits.source_timeout_s):
+                    addresses = await self._source()
+            except Exception as error:  # whatever the directory's transport raises: the list we have stays
+                _log.warning("the directory of groups does not answer: %r", error)
+            else:
+                self.update(addresses)
+            await self._let_go()
+            await asyncio.sleep(self.limits.poll_s)
+
+    async def _let_go(self) -> None:
+        """Forgets groups that have been unlisted for a while and have nothing of ours to finish."""
+        now_s = asyncio.get_running_loop().time()
+        for group_id, follower in list(self._followers.items()):
+            unlisted_s, link = follower.unlisted_s, follower.link
+            if unlisted_s is None or now_s - unlisted_s < self.limits.forget_after_s:
+                continue
+            if link is None or not link.is_open or link.load.num_requests == 0:
+                del self._followers[group_id]
+                await follower.stop()
+
+
+def _state(follower: _Follower) -> GroupState:
+    link, address = follower.link, follower.address
+    if link is not None and link.is_open:
+        is_ready = link.is_ready and follower.is_eligible
+        return GroupState(info=link.info, stats=link.load.stats, ready=is_ready)
+    unknown = GroupInfo(
+        group_id=address.group_id,
+        epoch=address.epoch,
+        role=address.role,
+        model="",
+        model_hash="",
+        dtype="",
+        tensor_parallel=0,
+        vocab_size=0,
+        max_model_len=0,
+        block_size=0,
+        num_blocks=0,
+        kv_bytes_per_block=0,
+    )
+    return GroupState(info=unknown, stats=GroupStats(), ready=False)
