@@ -46,6 +46,7 @@ _RANGES: dict[str, _Range] = {
     "pools.*.cpus_per_rank": _Range(least=0),
     "pools.*.gpus_per_rank": _Range(least=0),
     "pools.*.start_timeout_s": _POSITIVE,
+    "pools.*.drain_timeout_s": _Range(least=0),
     "pools.*.cache.block_size": _Range(least=1, most=1024),
     "pools.*.cache.num_blocks": _Range(least=1),
     "pools.*.cache.memory_fraction": _Range(above=0, most=1),
@@ -61,6 +62,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {"model.dtype": ("auto", "bfloat16", "flo
 # Keys that look right but are written elsewhere, or that Tandem fills in.
 _ELSEWHERE = {
     "pools.*.parallel.tensor_parallel": "it is pools.{}.tensor_parallel",
+    "router.placement.policy": "it is router.policy",
     "router.http.model_name": "it is model.name",
     "router.http.replica": "Tandem sets it",
     "router.http.version": "Tandem sets it",
@@ -192,7 +194,7 @@ def _problem(tree: Mapping[str, Any], kind: str, loc: tuple[int | str, ...], mes
     if kind in ("missing", "missing_argument"):
         return Problem(path=join(*path), message="must be given")
     allowed = ""
-    if kind == "literal_error":
+    if kind in ("literal_error", "enum"):
         message, allowed = (
             "not one of the choices",
             message.removeprefix("Input should be ").replace(" or ", ", "),

@@ -7,10 +7,12 @@ measured at start (number of blocks, addresses) are never part of it. Read it wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.policy import PlacementPolicy, PolicyConfig
 from router.settings import RouterSettings
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 
@@ -38,6 +40,7 @@ class PoolConfig(BaseModel):
     placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"  # of ranks over machines
     wait_for_resources: bool = False  # do not refuse a group that no machine known now can hold
     start_timeout_s: float = 600.0  # longest time from the first rank's start to a loaded group
+    drain_timeout_s: float = 30.0  # how long requests may go on when a group is removed or replaced
     cache: CacheConfig = Field(default_factory=CacheConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     parallel: ParallelSettings = Field(default_factory=ParallelSettings)
@@ -81,10 +84,15 @@ class RouterConfig(BaseModel):
     """HTTP service and placement."""
 
     model_config = _STRICT
-    policy: Literal["prefix", "round_robin", "least_loaded"] = "prefix"  # how a group is chosen
+    policy: PlacementPolicy = PlacementPolicy.PREFIX  # how a group is chosen
+    placement: PolicyConfig = Field(default_factory=PolicyConfig)  # weights of that choice
     http: RouterSettings = Field(
         default_factory=lambda: RouterSettings(model_name="")
     )  # limits of the service
+
+    def placement_policy(self) -> PolicyConfig:
+        """What placement receives."""
+        return replace(self.placement, policy=self.policy)
 
 
 class NetworkConfig(BaseModel):

@@ -1,0 +1,151 @@
+"""`cluster.app:build`: the application builder that deployment files name.
+
+Serve calls it in a task on the cluster with the file's `args`. What cannot work is refused here, so that it
+shows as DEPLOY_FAILED with one sentence instead of a group that waits or restarts for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from cluster import embedded
+from cluster.config import EMBEDDED_MODEL, TandemConfig, parse_config
+from cluster.config_tree import PoolConfig
+from cluster.problems import ConfigError, Problem
+from router.deployment import Router, RouterStart
+from router.request_router import RankedRequestRouter
+from workers.config import ModelConfig
+from workers.group import FrontSettings, WorkerGroup
+from workers.model.checkpoint import Checkpoint
+from workers.model.errors import CheckpointError, TensorParallelError
+from workers.model.spec import check_tensor_parallel
+from workers.types import Role
+
+_log = logging.getLogger(__name__)
+
+_MAX_ONGOING = 10_000  # calls return at once: bounds are the router's admission and the engine's queue
+_HEALTH_PERIOD_S = 1.0  # three failed checks in a row and Serve replaces the group
+_HEALTH_TIMEOUT_S = 10.0
+_MAX_STARTS = 3  # of a group that does not come up; then the deployment has failed
+_STOP_MARGIN_S = 20.0  # for ending ranks in order after the drain
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The Serve application of a config tree. Raises ConfigError with every mistake."""
+    config = parse_config(args)
+    model = _located(config.model)
+    problems = [
+        *_model_problems(config, model),
+        *_resource_problems(config),
+        *_security_problems(config),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    groups = _pool("unified", Role.UNIFIED, config.pools.unified, model, config)
+    start = RouterStart(
+        http=replace(config.router.http, model_name=model.name),
+        policy=config.router.placement_policy(),
+        tokenizer_folder=model.path,
+    )
+    router = serve.deployment(Router).options(
+        name="router",
+        max_ongoing_requests=_MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2.0,
+        graceful_shutdown_timeout_s=config.pools.unified.drain_timeout_s + _STOP_MARGIN_S,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return router.bind(start, groups)
+
+
+def _pool(name: str, role: Role, pool: PoolConfig, model: ModelConfig, config: TandemConfig) -> Application:
+    """The deployment of a pool: a replica is the front of one group, in the group's placement group."""
+    settings = FrontSettings(
+        pool=name,
+        role=role,
+        config=pool.group(model),
+        on_loopback=config.network.interface == "loopback",
+        start_timeout_s=pool.start_timeout_s,
+        drain_timeout_s=pool.drain_timeout_s,
+    )
+    deployment = serve.deployment(WorkerGroup).options(
+        name=name,
+        max_ongoing_requests=_MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+        placement_group_bundles=pool.bundles(),
+        placement_group_strategy=pool.placement,
+        request_router_config=RequestRouterConfig(request_router_class=RankedRequestRouter),
+        max_constructor_retry_count=_MAX_STARTS,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return deployment.bind(settings)
+
+
+def _located(model: ModelConfig) -> ModelConfig:
+    """The model with its folder and its served name. Raises ConfigError."""
+    try:
+        folder = embedded.ensure(_log.info) if model.path == EMBEDDED_MODEL else Path(model.path).expanduser()
+    except embedded.EmbeddedModelError as error:
+        raise ConfigError([Problem(path="model.path", message=str(error), got=repr(model.path))]) from error
+    return replace(model, path=str(folder), name=model.name or folder.resolve().name)
+
+
+def _model_problems(config: TandemConfig, model: ModelConfig) -> Iterable[Problem]:
+    """What the checkpoint's own files say against this config."""
+    try:
+        checkpoint = Checkpoint(Path(model.path))
+    except (CheckpointError, OSError) as error:
+        hint = "the folder must be there, under this path, on every machine of the cluster"
+        yield Problem(path="model.path", message=str(error), got=repr(config.model.path), hint=hint)
+        return
+    for name in config.pools.names():
+        pool: PoolConfig = getattr(config.pools, name)
+        try:
+            check_tensor_parallel(checkpoint.spec, pool.tensor_parallel)
+        except TensorParallelError as error:
+            path = f"pools.{name}.tensor_parallel"
+            yield Problem(path=path, message=str(error), got=str(pool.tensor_parallel))
+
+
+def _resource_problems(config: TandemConfig) -> Iterable[Problem]:
+    """Groups that the machines known now can never hold."""
+    available = ray.cluster_resources()
+    for name in config.pools.names():
+        pool: PoolConfig = getattr(config.pools, name)
+        needed: dict[str, float] = {}
+        for bundle in pool.bundles():
+            for resource, amount in bundle.items():
+                needed[resource] = needed.get(resource, 0.0) + amount
+        short = {key: amount for key, amount in needed.items() if amount > available.get(key, 0.0)}
+        if short and not pool.wait_for_resources:
+            yield Problem(
+                path=f"pools.{name}.tensor_parallel",
+                message="a group needs more than the whole cluster has",
+                got=", ".join(f"{amount:g} {key}" for key, amount in short.items()),
+                allowed=", ".join(f"{available.get(key, 0.0):g} {key}" for key in short),
+                hint=f"lower it or cpus_per_rank, add machines, or set pools.{name}.wait_for_resources: true",
+            )
+
+
+def _security_problems(config: TandemConfig) -> Iterable[Problem]:
+    """Serve opens ports on all interfaces that run what they are sent, unless Ray asks for a token."""
+    if not is_token_auth_enabled() and not config.security.allow_ray_without_token:
+        yield Problem(
+            path="security.allow_ray_without_token",
+            message="this Ray cluster takes commands from anyone who can reach its ports",
+            hint="start it with RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes the token), "
+            "or set this to true on a network where nobody else is",
+        )

@@ -1,0 +1,107 @@
+"""The router as a Serve deployment: the only file that puts the HTTP service, placement and Ray together."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from router.admission import Admission
+from router.app import create_app
+from router.directory_source import DirectorySource
+from router.dispatcher import SocketDispatcher
+from router.metrics import RouterMetrics
+from router.policy import PolicyConfig
+from router.prepare import Preparer
+from router.service import Service
+from router.settings import RouterSettings
+from router.text_workers import TextWorkers
+from router.tokenizer import TextTokenizer
+from workers.secret import application_secret
+from workers.types import GenerateRequest, GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterStart:
+    """What a router replica is told."""
+
+    http: RouterSettings  # `replica` is filled in by the replica itself
+    policy: PolicyConfig
+    tokenizer_folder: str
+
+
+class GroupSender:
+    """Hands requests to groups through Serve's handle; `router.request_router` follows the ranking."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def __call__(self, ranked: Sequence[GroupId], client_id: str, request: GenerateRequest) -> GroupId:
+        """Which group took the request. Raises what the front raised, or what Serve did."""
+        taken_by: GroupId = await self._handle.submit.remote(client_id, request, ranked_groups=tuple(ranked))
+        return taken_by
+
+
+@serve.ingress()
+class Router:
+    """Serve replica class. Starting it waits for no group: `/ready` says when there is one."""
+
+    async def __init__(self, start: RouterStart, groups: DeploymentHandle) -> None:  # type: ignore[misc]
+        context = serve.get_replica_context()
+        settings = replace(start.http, replica=context.replica_id.unique_id)
+        secret = await asyncio.to_thread(application_secret, context.app_name)
+        tokenizer = await asyncio.to_thread(TextTokenizer.load, start.tokenizer_folder)
+        self._dispatcher = SocketDispatcher(
+            secret=secret,
+            source=DirectorySource(context.app_name),
+            send=GroupSender(groups),
+            policy=start.policy,
+            client_id=f"router-{settings.replica}",
+        )
+        self._service = _service(settings, self._dispatcher, tokenizer)
+        self._app = create_app(self._service, settings)
+        await self._dispatcher.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve's call for the application, after the constructor."""
+        return self._app
+
+    async def __del__(self) -> None:
+        """Serve's call when the replica ends; it has let requests finish before."""
+        self._service.start_draining()
+        await self._dispatcher.stop()
+
+
+def _service(settings: RouterSettings, dispatcher: SocketDispatcher, tokenizer: TextTokenizer) -> Service:
+    admission = Admission(settings, clock=time.monotonic, random=random.random)
+    metrics = RouterMetrics(
+        CollectorRegistry(),
+        model=settings.model_name,
+        replica=settings.replica,
+        admission=admission,
+        groups=dispatcher.groups,
+    )
+    preparer = Preparer(
+        tokenizer=tokenizer,
+        workers=TextWorkers(settings.text_threads),
+        settings=settings,
+        draw_seed=lambda: secrets.randbits(63),
+    )
+    return Service(
+        dispatcher=dispatcher,
+        tokenizer=tokenizer,
+        preparer=preparer,
+        admission=admission,
+        metrics=metrics,
+        settings=settings,
+        clock=time.monotonic,
+        wall_clock=time.time,
+    )

@@ -1,0 +1,86 @@
+"""The directory's list of groups, for a router. Remembers what it was told: routers outlive the directory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from workers.directory import LEASE_S, GroupListing, GroupPhase
+from workers.directory_actor import NAMESPACE, directory_name
+from workers.types import GroupAddress, GroupId
+
+_WAIT_S = 5.0  # how long the directory may hold a question until there is news
+
+
+class KnownGroups:
+    """What a router believes of the groups, from listings of directories that may come and go.
+
+    A directory that has just been made anew is empty until the fronts have registered again: for one lease
+    after its first listing, groups that only the old one knew stay.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._listing: GroupListing | None = None
+        self._inherited: dict[GroupId, GroupAddress] = {}
+        self._inherited_until = 0.0
+        self._addresses: dict[GroupId, GroupAddress] = {}
+
+    @property
+    def version(self) -> tuple[str, int] | None:
+        """Of the last listing: what to ask news for."""
+        return (self._listing.directory_id, self._listing.version) if self._listing is not None else None
+
+    def take(self, listing: GroupListing) -> None:
+        """Believe a listing."""
+        now = self._clock()
+        if self._listing is not None and listing.directory_id != self._listing.directory_id:
+            self._inherited, self._inherited_until = self.addresses(), now + LEASE_S
+        self._listing = listing
+        self._addresses = {
+            entry.group_id: GroupAddress(
+                group_id=entry.group_id,
+                replica_id=entry.replica_id,
+                host=entry.address[0],
+                port=entry.address[1],
+                role=entry.role,
+                epoch=entry.epoch,
+                is_draining=entry.phase is not GroupPhase.READY,
+            )
+            for entry in listing.entries
+            if entry.address is not None
+        }
+
+    def addresses(self) -> dict[GroupId, GroupAddress]:
+        """Groups that listen somewhere, by id."""
+        inherited = self._inherited if self._clock() < self._inherited_until else {}
+        return {**inherited, **self._addresses}
+
+
+class DirectorySource:
+    """Asks the directory actor of an application."""
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+        self._known = KnownGroups(time.monotonic)
+        self._directory: ActorHandle[Any] | None = None
+
+    async def __call__(self) -> Sequence[GroupAddress]:
+        """The groups; waits a few seconds for news. Without a directory: those known."""
+        try:
+            if self._directory is None:
+                self._directory = await asyncio.to_thread(self._find)
+            self._known.take(await self._directory.listing.remote(self._known.version, _WAIT_S))
+        except (RayError, ValueError):  # ValueError: no actor of that name
+            self._directory = None
+        return tuple(self._known.addresses().values())
+
+    def _find(self) -> ActorHandle[Any]:
+        handle: ActorHandle[Any] = ray.get_actor(directory_name(self._application), namespace=NAMESPACE)
+        return handle

@@ -1,0 +1,139 @@
+"""Deployment files: Ray's schema checked strictly, with lines, and hostile YAML refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.problems import Problem
+from cluster.serve_schema import check_file
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+GOOD = """\
+http_options: {host: 127.0.0.1, port: 8000}
+applications:
+- name: tandem
+  import_path: cluster.app:build
+  args: {}
+  deployments:
+  - {name: router}
+"""
+
+
+def check(tmp_path: Path, text: str) -> list[Problem]:
+    file = tmp_path / "deploy.yaml"
+    file.write_text(text)
+    return check_file(file)[1]
+
+
+@pytest.mark.parametrize("name", ["local.yaml", "local-tp2.yaml", "local-two-groups.yaml"])
+def test_the_shipped_files_are_right(name: str) -> None:
+    tree, problems = check_file(DEPLOY / name)
+    assert problems == []
+    assert tree["http_options"]["host"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "path", "guess"),
+    [
+        ("http_options", "http_option", 1, "http_option", "http_options"),
+        ("port: 8000", "prt: 8000", 1, "http_options.prt", "port"),
+        ("args: {}", "argz: {}", 5, "applications[0].argz", "args"),
+        ("{name: router}", "{name: roter}", 7, "applications[0].deployments[0].name", "router"),
+        ("router}", "router, num_replicaz: 2}", 7,
+         "applications[0].deployments[0].num_replicaz", "num_replicas"),
+        ("router}", "router, autoscaling_config: {min_replica: 1}}", 7,
+         "applications[0].deployments[0].autoscaling_config.min_replica", "min_replicas"),
+        ("args: {}", "args: {pools: {unified: {tensor_paralel: 2}}}", 5,
+         "applications[0].args.pools.unified.tensor_paralel", "tensor_parallel"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_is_found_at_every_level(
+    tmp_path: Path, old: str, new: str, line: int, path: str, guess: str
+) -> None:
+    found = [p for p in check(tmp_path, GOOD.replace(old, new, 1)) if p.message == "unknown key"]
+    assert [(p.line, p.path, p.hint) for p in found] == [(line, path, f"did you mean {guess}?")]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_replica_counts_that_mean_nothing_are_refused(tmp_path: Path, value: str) -> None:
+    [problem] = check(tmp_path, GOOD.replace("router}", f"router, num_replicas: {value}}}"))
+    assert problem.line == 7
+    assert problem.path.startswith("applications[0].deployments[0]")
+
+
+def test_min_above_max_is_refused_though_ray_takes_any_mapping_there(tmp_path: Path) -> None:
+    text = GOOD.replace("router}", "router, autoscaling_config: {min_replicas: 5, max_replicas: 2}}")
+    [problem] = check(tmp_path, text)
+    assert "max_replicas (2) must be greater than or equal to min_replicas (5)" in problem.message
+
+
+def test_a_host_that_others_can_reach_needs_a_word(tmp_path: Path) -> None:
+    [problem] = check(tmp_path, GOOD.replace("127.0.0.1", "0.0.0.0"))
+    assert (problem.path, problem.got) == ("http_options.host", "'0.0.0.0'")
+    assert check_file(tmp_path / "deploy.yaml", allow_open=True)[1] == []
+    [problem] = check(tmp_path, GOOD.replace("host: 127.0.0.1, ", ""))
+    assert problem.got == "no host, which means 0.0.0.0"
+
+
+@pytest.mark.parametrize("port", ["80", "0", "70000"])
+def test_ports_out_of_range_are_refused(tmp_path: Path, port: str) -> None:
+    [problem] = check(tmp_path, GOOD.replace("8000", port))
+    assert (problem.path, problem.got) == ("http_options.port", port)
+
+
+def test_the_same_deployment_twice_is_refused(tmp_path: Path) -> None:
+    [problem] = check(tmp_path, GOOD + "  - {name: router}\n")
+    assert (problem.line, problem.hint) == (8, "first on line 7")
+
+
+def test_computed_keys_are_refused(tmp_path: Path) -> None:
+    [problem] = check(tmp_path, GOOD.replace("router}", "unified, placement_group_bundles: [{CPU: 1}]}"))
+    assert problem.hint == "computed from pools.<pool>.tensor_parallel"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a: !!python/object:os.system x\n", 1, "tags are not allowed"),
+        ("a: 1\nb: 2\na: 3\n", 3, "the key is given twice"),
+        ("a:\n\tb: 1\n", 2, "not valid YAML"),
+        ("a: on\n", 1, "YAML readers do not agree"),
+        ("a: 010\n", 1, "YAML readers do not agree"),
+        ("a: 1:30\n", 1, "YAML readers do not agree"),
+        ("a: 2024-01-01\n", 1, "YAML readers do not agree"),
+        ("a: &x [*x]\n", 1, "an alias contains itself"),
+        ("1: 2\n", 1, "a key must be text"),
+        ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),
+        ("[" * 100, 1, "nested too deep"),
+        ("a: &m {b: 1}\nc: {<<: *m}\n", 2, "merge keys are not allowed"),
+    ],
+)
+def test_hostile_or_ambiguous_yaml_is_refused_with_its_line(
+    tmp_path: Path, text: str, line: int, message: str
+) -> None:
+    assert next(p for p in check(tmp_path, text) if message in p.message).line == line
+
+
+def test_an_alias_bomb_is_refused_quickly(tmp_path: Path) -> None:
+    lines = ["a: &a [1,1,1,1,1,1,1,1,1,1]"]
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True):
+        lines.append(f"{name}: &{name} [{','.join(['*' + before] * 10)}]")
+    [problem] = check(tmp_path, "\n".join(lines))
+    assert "more than 20000 values" in problem.message
+
+
+def test_a_file_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+    assert check_file(tmp_path / "none.yaml")[1][0].message == "cannot be read: No such file or directory"
+    assert check(tmp_path, "")[0].message == "the file is empty"
+    assert check(tmp_path, "x" * (1 << 20) + "y")[0].message == "file too large"
+    assert check(tmp_path, "- 1\n")[0].message == "a deployment file is a mapping"
+
+
+def test_a_problem_reads_file_line_key_problem_got_allowed_hint(tmp_path: Path) -> None:
+    [problem] = check(tmp_path, GOOD.replace("args: {}", "args: {model: {path: x, nam: y}}"))
+    assert problem.render() == (
+        f"{tmp_path}/deploy.yaml:5:applications[0].args.model.nam: unknown key; got 'nam'; "
+        "allowed: dtype, max_model_len, name, path; did you mean name?"
+    )

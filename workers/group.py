@@ -1,0 +1,161 @@
+"""The front of a worker group: a Serve replica that owns the rank processes. It never loads torch.
+
+Life cycle: `__init__` starts one actor a rank in the replica's placement group, lets them load, connects to
+rank 0 and registers in the directory. From then on it hands requests in (`submit`) and watches the ranks: a
+rank that ends, a lost connection to rank 0 or a report of failure ends the group. The front then tells the
+directory why, ends what is left of the ranks, and reports ill health until Serve replaces the replica. Serve
+removing the replica ends in `__del__`: take nothing new, let requests finish, stop the ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from ray import serve
+
+from workers.channel import ClientIdentity, HandshakeFailed
+from workers.config import GroupConfig
+from workers.directory import GroupEntry, GroupPhase
+from workers.directory_lease import DirectoryLease
+from workers.group_start import GroupStart, group_id_of
+from workers.rank_set import RankSet
+from workers.secret import application_secret
+from workers.submit import SubmitClient, SubmitRefused
+from workers.types import GenerateRequest, GroupId, Role
+
+_log = logging.getLogger("ray.serve")
+
+
+class GroupFailure(RuntimeError):
+    """The group cannot serve; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontSettings:
+    """What a front is told."""
+
+    pool: str  # also the name of its Serve deployment
+    role: Role
+    config: GroupConfig
+    on_loopback: bool
+    start_timeout_s: float
+    drain_timeout_s: float
+
+
+class WorkerGroup:
+    """Serve replica class; one asyncio loop, so no locks."""
+
+    async def __init__(self, settings: FrontSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        context = serve.get_replica_context()
+        replica_id = context.replica_id.unique_id
+        self._settings = settings
+        self._failure: str | None = None
+        self._client: SubmitClient | None = None
+        self._watch: asyncio.Task[None] | None = None
+        # Serve gives a rebuilt group a new replica id, so one id has one epoch.
+        entry = GroupEntry(
+            group_id=group_id_of(settings.pool, replica_id),
+            replica_id=replica_id,
+            pool=settings.pool,
+            role=settings.role,
+            epoch=1,
+            phase=GroupPhase.LOADING,
+        )
+        secret = await asyncio.to_thread(application_secret, context.app_name)
+        start = GroupStart(
+            config=settings.config,
+            group_id=entry.group_id,
+            epoch=entry.epoch,
+            role=settings.role,
+            secret=secret,
+            on_loopback=settings.on_loopback,
+        )
+        self._lease = DirectoryLease(context.app_name, entry)
+        self._lease.start()
+        self._ranks = RankSet(start)
+        try:
+            async with asyncio.timeout(settings.start_timeout_s):
+                await self._start_group(secret)
+        except BaseException as error:
+            reason = self._start_error(error)
+            await self._ranks.end()
+            await self._lease.stop()
+            raise GroupFailure(reason) from error
+        self._watch = asyncio.create_task(self._watch_ranks())
+
+    async def submit(
+        self, client_id: str, request: GenerateRequest, ranked_groups: tuple[str, ...]
+    ) -> GroupId:
+        """Hand a request to the engine; its tokens go to the connection of `client_id`. Returns this group.
+
+        `ranked_groups` is read by the request router on the way here. Raises SubmitRefused.
+        """
+        if self._failure is not None:
+            raise SubmitRefused(f"the group failed: {self._failure}", code="group_failed")
+        if self._client is None or self._lease.entry.phase is GroupPhase.DRAINING:
+            raise SubmitRefused("the group takes no new requests", code="group_draining")
+        await self._client.submit(client_id, request)
+        return self._lease.entry.group_id
+
+    async def check_health(self) -> None:
+        """Called by Serve every second; an exception, three times in a row, makes it replace the replica."""
+        if self._failure is not None:
+            raise GroupFailure(self._failure)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Load in Serve's terms: requests in the engine."""
+        stats = self._client.stats if self._client is not None else None
+        return {"requests": float(stats.num_running + stats.num_waiting) if stats is not None else 0.0}
+
+    async def __del__(self) -> None:
+        """Serve's call before it ends the replica."""
+        if self._failure is None:
+            self._lease.change(replace(self._lease.entry, phase=GroupPhase.DRAINING))
+            left = await self._ranks.drain(self._settings.drain_timeout_s)
+            if left:
+                _log.warning("group %s ends with %d requests unfinished", self._lease.entry.group_id, left)
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._client is not None:
+            self._client.close()
+        await self._ranks.stop("the group was stopped")
+        await self._lease.stop()
+
+    async def _start_group(self, secret: bytes) -> None:
+        entry = self._lease.entry
+        places = await self._ranks.start()
+        self._lease.change(
+            replace(
+                entry,
+                reason="loading the model",
+                rank_pids=tuple(place.pid for place in places),
+                node_ids=tuple(place.node_id for place in places),
+            )
+        )
+        loaded = await self._ranks.load()
+        identity = ClientIdentity(client_id=f"front-{entry.group_id}", secret=secret, subscribes=False)
+        self._client = SubmitClient(identity, on_lost=lambda reason: self._fail(f"rank 0 is gone: {reason}"))
+        await self._client.connect(*loaded.address)
+        self._lease.change(
+            replace(self._lease.entry, phase=GroupPhase.READY, reason="", address=loaded.address)
+        )
+        _log.info("group %s is ready: %s", entry.group_id, loaded.info)
+
+    def _start_error(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"the group did not start within {self._settings.start_timeout_s:g} s"
+        if isinstance(error, HandshakeFailed):
+            return f"rank 0 does not answer: {error}"
+        return f"the group did not start: {error}"
+
+    async def _watch_ranks(self) -> None:
+        self._fail(await self._ranks.first_end())
+        await self._ranks.end()
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None and self._lease.entry.phase is not GroupPhase.DRAINING:
+            self._failure = reason
+            self._lease.change(replace(self._lease.entry, phase=GroupPhase.FAILED, reason=reason))
+            _log.error("group %s failed: %s", self._lease.entry.group_id, reason)

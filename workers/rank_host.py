@@ -1,0 +1,145 @@
+"""What a rank's process holds, without Ray: the rank itself, and on rank 0 the engine and its server.
+
+    leader = LeaderHost(start)          follower = FollowerHost(start, rendezvous)
+    info = leader.load()            ||  follower.load()          # blocking, at the same time
+    address = await leader.listen()
+    reason = await leader.ended()   ||  reason = follower.follow()
+    await leader.stop(reason)           # followers end by themselves then
+
+`load` and `follow` block: call them in a thread. Everything else belongs to the asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+
+from workers.config import GroupConfig
+from workers.engine.engine import Engine
+from workers.engine.loop import EngineLoop, StepOutput
+from workers.engine.request import EngineLimits
+from workers.group_start import GroupStart
+from workers.runtime.handshake import Rendezvous
+from workers.runtime.rank import Follower, Leader, RankFacts, exit_process
+from workers.server import StreamServer
+from workers.types import GroupInfo
+
+
+class LeaderHost:
+    """Rank 0: the engine's thread, and the server that streams its tokens."""
+
+    def __init__(self, start: GroupStart, *, host: str) -> None:
+        """host: IPv4 address of this machine that routers and the other ranks can reach."""
+        self._start = start
+        self._host = host
+        self._asyncio_loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[str] = self._asyncio_loop.create_future()
+        self._leader = Leader(start.config, host=host, on_failure=self._on_failure)
+        self._engine_loop: EngineLoop | None = None
+        self._server: StreamServer | None = None
+
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """What the other ranks need; None for a group of one."""
+        return self._leader.rendezvous if self._start.config.parallel.tensor_parallel > 1 else None
+
+    def load(self) -> GroupInfo:
+        """Load the weights, make the pool, compute a first step. Raises what `Leader.load` raises."""
+        facts = self._leader.load()
+        config = self._start.config
+        limits = EngineLimits(
+            vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, eos_token_ids=facts.eos_token_ids
+        )
+        engine = Engine(
+            limits=limits,
+            cache=replace(config.cache, num_blocks=facts.num_blocks),
+            schedule=config.schedule,
+            executor=self._leader.executor,
+        )
+        self._engine_loop = EngineLoop(engine, self._on_output)
+        info = self._info(facts)
+        self._server = StreamServer(info=info, secret=self._start.secret)
+        return info
+
+    async def listen(self) -> tuple[str, int]:
+        """Take requests; returns where."""
+        assert self._server is not None and self._engine_loop is not None, "load() first"
+        self._engine_loop.start()
+        return await self._server.start(self._engine_loop, self._host)
+
+    async def ended(self) -> str:
+        """Return when the group can serve no more, with the reason."""
+        return await asyncio.shield(self._ended)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Wait until nobody waits for tokens any more; returns how many requests are left at the end."""
+        deadline = self._asyncio_loop.time() + timeout_s
+        while self.num_requests and self._asyncio_loop.time() < deadline:
+            if self._ended.done():
+                break
+            await asyncio.sleep(0.05)
+        return self.num_requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose tokens somebody waits for."""
+        return self._server.num_requests if self._server is not None else 0
+
+    async def stop(self, reason: str, timeout_s: float = 5.0) -> None:
+        """End requests with the reason, then the engine, then the other ranks."""
+        self._end(reason)
+        if self._server is not None:
+            await self._server.stop(reason)
+        if self._engine_loop is not None:
+            await asyncio.to_thread(self._engine_loop.stop, timeout_s)
+        await asyncio.to_thread(self._leader.close)
+
+    def _info(self, facts: RankFacts) -> GroupInfo:
+        model = self._start.config.model
+        return GroupInfo(
+            group_id=self._start.group_id,
+            epoch=self._start.epoch,
+            role=self._start.role,
+            model=model.name or os.path.basename(os.path.normpath(model.path)),
+            model_hash=facts.model_hash,
+            dtype=facts.dtype,
+            tensor_parallel=facts.tensor_parallel,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            kv_bytes_per_block=facts.kv_bytes_per_block,
+        )
+
+    def _on_output(self, output: StepOutput) -> None:
+        """From the engine's thread."""
+        assert self._server is not None
+        self._server.on_output(output)
+        if output.failure is not None:
+            self._asyncio_loop.call_soon_threadsafe(self._end, output.failure)
+
+    def _on_failure(self, reason: str) -> None:
+        """From the watchdog's thread, when a rank is lost: say so, then end the process."""
+        self._asyncio_loop.call_soon_threadsafe(self._end, reason)
+        exit_process(reason)
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
+
+
+class FollowerHost:
+    """A rank above 0."""
+
+    def __init__(self, config: GroupConfig, rank: int, rendezvous: Rendezvous) -> None:
+        self._follower = Follower(config, rank, rendezvous)
+
+    def load(self) -> None:
+        """Meet rank 0 and load. Raises what `Follower.load` raises."""
+        self._follower.load()
+
+    def follow(self) -> None:
+        """Compute until rank 0 ends the group. Raises what `Follower.follow` raises."""
+        self._follower.follow()
+        self._follower.close()
