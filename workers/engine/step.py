@@ -44,8 +44,8 @@ class StepPlan:
 
     number: int
     slices: Sequence[SequenceSlice]
-    # Blocks to fill with zeros on every rank before anything is written: a sequence with non-finite values held
-    # them, and kernels may multiply what lies past a context by a weight of zero.
+    # Blocks to fill with zeros on every rank before anything is written: a sequence with non-finite values
+    # held them, and kernels may multiply what lies past a context by a weight of zero.
     zero_blocks: Sequence[int] = ()
 
 
@@ -74,7 +74,7 @@ class StepResult:
 
 
 class GroupFailed(Exception):
-    """A rank died, hung or disagreed: the group cannot compute any more. The message names the rank and why."""
+    """A rank died, hung or disagreed: the group cannot compute any more. Its message names the rank."""
 
 
 class Executor(Protocol):

@@ -1,0 +1,298 @@
+"""A deterministic toy model over a paged pool, and small makers of requests and engines.
+
+The toy's "keys and values" of a position are a number made of the token there, the position, and the number at the
+position before, read back through the block table. A token is chosen from all the numbers of its context. So a wrong
+block, position, stale content or a prefix with another history changes the output. Reference tokens come from
+`reference()`, which has no blocks at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from workers.config import CacheConfig, ScheduleConfig
+from workers.engine.engine import Engine
+from workers.engine.request import EngineLimits
+from workers.engine.step import Sampled, SampleTask, SequenceSlice, SliceResult, StepPlan, StepResult
+from workers.types import (
+    BlockEvent,
+    BlockEventKind,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprob,
+)
+
+VOCAB = 97
+_MOD = (1 << 61) - 1
+
+
+def _content(before: int, token_id: int, position: int) -> int:
+    return (before * 1_000_003 + token_id * 7_919 + position * 104_729 + 12_345) % _MOD
+
+
+def _choose(contents: Sequence[int], task: SampleTask) -> int:
+    """The toy's token: greedy ones are alike for all choices, others differ by choice and seed."""
+    mix = 0
+    for content in contents:
+        mix = (mix * 31 + content) % _MOD
+    if task.params.temperature > 0:
+        mix += 1_009 * task.choice + 7 * task.params.seed
+    token_id = mix % VOCAB
+    while token_id in task.forbidden_token_ids:
+        token_id = (token_id + 1) % VOCAB
+    return token_id
+
+
+def _score(contents: Sequence[int], token_id: int) -> TokenLogprob:
+    return TokenLogprob(token_id=token_id, logprob=-float(sum(contents) % 1_000 + 1))
+
+
+def contents_of(token_ids: Sequence[int]) -> list[int]:
+    contents: list[int] = []
+    for position, token_id in enumerate(token_ids):
+        contents.append(_content(contents[-1] if contents else 0, token_id, position))
+    return contents
+
+
+def reference(request: GenerateRequest, choice: int = 0, eos: Sequence[int] = ()) -> list[int]:
+    """What a choice must give: the whole history computed anew for each token."""
+    sampling = request.sampling
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
+    output: list[int] = []
+    while len(output) < sampling.max_tokens:
+        task = SampleTask(
+            params=sampling,
+            choice=choice,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=output,
+            forbidden_token_ids=sorted(ends) if len(output) < sampling.min_tokens else (),
+        )
+        output.append(_choose(contents_of((*request.prompt_token_ids, *output)), task))
+        if output[-1] in ends:
+            break
+    return output
+
+
+def reference_scores(request: GenerateRequest) -> tuple[TokenLogprob | None, ...]:
+    contents = contents_of(request.prompt_token_ids)
+    scores = (_score(contents[:i], token) for i, token in enumerate(request.prompt_token_ids) if i)
+    return (None, *scores)
+
+
+class ToyExecutor:
+    """Implements workers.engine.step.Executor; keeps every plan it ran."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._pool: list[int | None] = [None] * (num_blocks * block_size)
+        self.plans: list[StepPlan] = []
+        self.num_computed_tokens = 0
+        self.before_step: Callable[[StepPlan], None] = lambda plan: None  # may raise
+        self.spoil: Callable[[SequenceSlice], str | None] = lambda piece: None  # error of a slice
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        return 64
+
+    def close(self) -> None:
+        pass
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.before_step(plan)
+        self.plans.append(
+            StepPlan(
+                number=plan.number,
+                slices=tuple(_copy(piece) for piece in plan.slices),
+                zero_blocks=tuple(plan.zero_blocks),
+            )
+        )
+        self._check_writes(plan)
+        for piece in plan.slices:
+            self._write(piece)
+        return StepResult(slices=[self._result(piece) for piece in plan.slices])
+
+    def _slot(self, piece: SequenceSlice, position: int) -> int:
+        return (
+            piece.block_table[position // self._block_size] * self._block_size + position % self._block_size
+        )
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """Nobody writes where another slice reads or writes."""
+        size = self._block_size
+        written: dict[int, int] = {}
+        for index, piece in enumerate(plan.slices):
+            end = piece.start + len(piece.token_ids)
+            assert len(piece.token_ids) > 0
+            assert len(piece.block_table) == -(-end // size), "not exactly the blocks of the slice"
+            for place in range(piece.start // size, -(-end // size)):
+                block = piece.block_table[place]
+                assert written.setdefault(block, index) == index, f"block {block} written by two slices"
+        for index, piece in enumerate(plan.slices):
+            for block in piece.block_table:
+                assert written.get(block, index) == index, f"block {block} written by {written[block]}"
+
+    def _write(self, piece: SequenceSlice) -> None:
+        for offset, token_id in enumerate(piece.token_ids):
+            position = piece.start + offset
+            before = self._pool[self._slot(piece, position - 1)] if position else 0
+            assert before is not None, f"position {position - 1} was never written"
+            self._pool[self._slot(piece, position)] = _content(before, token_id, position)
+        self.num_computed_tokens += len(piece.token_ids)
+
+    def _result(self, piece: SequenceSlice) -> SliceResult:
+        error = self.spoil(piece)
+        if error is not None:
+            return SliceResult(error=error)
+        contents = []
+        for position in range(piece.start + len(piece.token_ids)):
+            content = self._pool[self._slot(piece, position)]
+            assert content is not None
+            contents.append(content)
+        sampled = None
+        if piece.sample is not None:
+            task = piece.sample
+            known = len(task.prompt_token_ids) + len(task.output_token_ids)
+            assert len(contents) == known, f"{len(contents)} computed of {known} known tokens"
+            token_id = _choose(contents, task)
+            wants = task.params.num_logprobs is not None
+            sampled = Sampled(token_id=token_id, logprob=_score(contents, token_id) if wants else None)
+        scores = [
+            _score(contents[: piece.start + row + 1], target)
+            for row, target in enumerate(piece.prompt_targets or ())
+        ]
+        return SliceResult(sampled=sampled, prompt_logprobs=scores)
+
+
+def _copy(piece: SequenceSlice) -> SequenceSlice:
+    """A slice as it was in its step: tables and outputs are live lists."""
+    return SequenceSlice(
+        token_ids=tuple(piece.token_ids),
+        start=piece.start,
+        block_table=tuple(piece.block_table),
+        sample=piece.sample,
+        prompt_targets=piece.prompt_targets,
+        num_prompt_logprobs=piece.num_prompt_logprobs,
+    )
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_step_tokens: int = 512,
+    max_running: int = 128,
+    max_prefill_chunk: int | None = None,
+    max_waiting: int = 2048,
+    prefix_reuse: bool = True,
+    max_model_len: int = 4096,
+    eos: tuple[int, ...] = (),
+    clock: Callable[[], float] = lambda: 0.0,
+) -> tuple[Engine, ToyExecutor]:
+    executor = ToyExecutor(num_blocks, block_size)
+    engine = Engine(
+        limits=EngineLimits(vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=eos),
+        cache=CacheConfig(block_size=block_size, prefix_reuse=prefix_reuse),
+        schedule=ScheduleConfig(
+            max_step_tokens=max_step_tokens,
+            max_running=max_running,
+            max_prefill_chunk=max_prefill_chunk,
+            max_waiting=max_waiting,
+        ),
+        executor=executor,
+        clock=clock,
+    )
+    return engine, executor
+
+
+def make_request(
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    num_choices: int = 1,
+    priority: int = 0,
+    cache_salt: str = "",
+    temperature: float = 0.0,
+    min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
+    ignore_eos: bool = False,
+    num_logprobs: int | None = None,
+    num_prompt_logprobs: int | None = None,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(name),
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+        ),
+        num_choices=num_choices,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
+def numbers(count: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt of `count` tokens; different seeds share no block."""
+    return tuple((seed * 41 + i * i * 7 + i * 13 + 5) % VOCAB for i in range(count))
+
+
+class Transcript:
+    """What the chunks of a run say, by (request id, choice)."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.first: dict[tuple[str, int], TokenChunk] = {}
+        self.last: dict[tuple[str, int], TokenChunk] = {}
+
+    def take(self, chunks: Sequence[TokenChunk]) -> None:
+        for chunk in chunks:
+            key = (chunk.request_id, chunk.choice)
+            assert key not in self.last, f"{key} goes on after its end"
+            self.first.setdefault(key, chunk)
+            self.tokens.setdefault(key, []).extend(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                self.last[key] = chunk
+
+    def reason(self, name: str, choice: int = 0) -> FinishReason | None:
+        return self.last[name, choice].finish_reason
+
+    def cached(self, name: str, choice: int = 0) -> int:
+        return self.first[name, choice].num_cached_tokens
+
+
+def run(engine: Engine, transcript: Transcript | None = None, max_steps: int = 10_000) -> Transcript:
+    """Steps until idle, with the invariants checked after every step."""
+    transcript = transcript or Transcript()
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return transcript
+        transcript.take(engine.step())
+        engine.check_integrity()
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def replay(events: Sequence[BlockEvent], known: set[bytes] | None = None) -> set[bytes]:
+    """The hashes that a reader of the event log believes in. Checks that the log says nothing twice."""
+    known = set() if known is None else known
+    for event in events:
+        for block_hash in event.block_hashes:
+            if event.kind is BlockEventKind.STORED:
+                assert block_hash not in known
+                known.add(block_hash)
+            else:
+                known.remove(block_hash)
+    return known

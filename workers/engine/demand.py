@@ -1,0 +1,42 @@
+"""How many blocks a sequence will still need: the basis of admission.
+
+Admitting by the first chunk alone fills the pool with sequences that preempt each other as they grow. So the
+whole expected length counts, prompt and output; the output's is a moving mean over the sequences that ended,
+because max_tokens is usually far above what comes.
+"""
+
+from __future__ import annotations
+
+from workers.engine.sequence import Sequence
+
+_FIRST_GUESS = 128.0  # tokens, before anything has ended
+_WINDOW = 32  # ended sequences that the mean looks back on
+
+
+class OutputLengthEstimate:
+    """Expected output of a sequence, in tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._mean = _FIRST_GUESS
+        self._num_ended = 0
+
+    @property
+    def mean(self) -> float:
+        return self._mean
+
+    def observe(self, num_output_tokens: int) -> None:
+        """A sequence ended by itself with this many tokens."""
+        self._num_ended = min(self._num_ended + 1, _WINDOW)
+        self._mean += (num_output_tokens - self._mean) / self._num_ended
+
+    def expected_blocks(self, sequence: Sequence) -> int:
+        """Blocks of the sequence at its expected end, at most those of its last allowed token."""
+        sampling = sequence.parent.request.sampling
+        # The token sampled last is never computed, hence - 1; with max_tokens 0 none is sampled.
+        most = max(sequence.max_known - 1, sequence.prompt_len)
+        if sampling.ignore_eos and not sampling.stop_token_ids:
+            return -(-most // self._block_size)  # goes on to max_tokens
+        # One longer than the mean is expected to go on for another block.
+        output = max(int(self._mean), sampling.min_tokens, len(sequence.output) + self._block_size)
+        return -(-min(most, sequence.prompt_len + output) // self._block_size)

@@ -1,0 +1,334 @@
+"""The engine of a group: takes requests, computes them step by step, says what came.
+
+    engine.add(request)
+    while engine.has_work():
+        for chunk in engine.step(): ...
+
+Token ids in, token ids out: no text, no stop strings, no clocks on requests. One thread uses it
+(`workers.engine.loop.EngineLoop` when requests come from others).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from workers.config import CacheConfig, ScheduleConfig
+from workers.engine.block_pool import BlockPool
+from workers.engine.execution import Outcome, run_plan
+from workers.engine.request import EngineLimits, RequestState, validate
+from workers.engine.scheduler import Scheduler
+from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.step import Executor, SequenceSlice, SliceResult
+from workers.types import (
+    BlockEvent,
+    FinishReason,
+    GenerateRequest,
+    GroupStats,
+    RequestId,
+    RequestRefused,
+    TokenChunk,
+    TokenLogprob,
+)
+
+_STEP_MEAN_WEIGHT = 0.1  # of the newest step, in the moving mean of step_seconds
+_PREFILLING, _FINISHED = SequenceState.PREFILLING, SequenceState.FINISHED
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Scheduler, block pool and executor of one group."""
+
+    def __init__(
+        self,
+        *,
+        limits: EngineLimits,
+        cache: CacheConfig,
+        schedule: ScheduleConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._executor = executor
+        self._clock = clock
+        self._block_size = cache.block_size
+        self._prefix_reuse = cache.prefix_reuse
+        self._max_waiting = schedule.max_waiting
+        self._pool = BlockPool(executor.num_blocks)
+        self._scheduler = Scheduler(
+            schedule=schedule, pool=self._pool, block_size=cache.block_size, prefix_reuse=cache.prefix_reuse
+        )
+        self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices
+        self._num_arrived = 0
+        self._step_seconds = 0.0
+        self._num_generated = 0
+        self._num_ended = dict.fromkeys(
+            FinishReason, 0
+        )  # requests, by the reason of the choice that ended last
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queues a request. Raises RequestRefused, and then nothing has changed."""
+        if request.request_id in self._requests:
+            raise RequestRefused(
+                f"Request id {request.request_id!r} is in use.",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        validate(request, self._limits)
+        self._check_fits_pool(request)
+        if self._scheduler.num_queued_requests >= self._max_waiting:
+            raise RequestRefused(
+                f"{self._max_waiting} requests are waiting, the most allowed (max_waiting). Try again later.",
+                code="queue_full",
+            )
+        self._num_arrived += 1
+        block_size = self._block_size if self._prefix_reuse else None
+        parent = RequestState(request, limits=self._limits, arrival=self._num_arrived, block_size=block_size)
+        sequences = [Sequence(parent, choice) for choice in range(request.num_choices)]
+        self._requests[request.request_id] = sequences
+        self._scheduler.add(parent, sequences)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Drops a request and frees its blocks at once. False when it is unknown or has ended."""
+        sequences = self._requests.get(request_id)
+        if sequences is None:
+            return False
+        for sequence in sequences:
+            if sequence.state is not _FINISHED:
+                self._end(sequence, FinishReason.CANCELLED)
+        return True
+
+    def step(self) -> list[TokenChunk]:
+        """Computes one step and returns what its sequences have to say; [] when idle.
+
+        Raises GroupFailed when the group cannot compute any more: then only fail_all() is left to do.
+        """
+        started = self._clock()
+        scheduled = self._scheduler.schedule()
+        if scheduled is None:
+            return []
+        outcomes = run_plan(self._executor, scheduled.plan)
+        chunks: list[TokenChunk] = []
+        for sequence, piece, outcome in zip(
+            scheduled.sequences, scheduled.plan.slices, outcomes, strict=True
+        ):
+            if sequence.state is not _FINISHED:  # ended in this loop, with a choice beside it
+                self._take(sequence, piece, outcome, chunks)
+        self._note_duration(self._clock() - started)
+        return chunks
+
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def unfinished_choices(self, request_id: RequestId) -> tuple[int, ...]:
+        """Choices that have not had their last chunk; () for an unknown request."""
+        sequences = self._requests.get(request_id, ())
+        return tuple(sequence.choice for sequence in sequences if sequence.state is not _FINISHED)
+
+    def unfinished(self) -> list[tuple[RequestId, int]]:
+        """All choices that have not had their last chunk."""
+        return [
+            (request_id, choice)
+            for request_id in self._requests
+            for choice in self.unfinished_choices(request_id)
+        ]
+
+    def fail_all(self) -> None:
+        """Ends every request as failed and frees all blocks; says nothing of it: see unfinished()."""
+        for sequences in list(self._requests.values()):
+            for sequence in sequences:
+                if sequence.state is not _FINISHED:
+                    self._end(sequence, FinishReason.ERROR)
+
+    def stats(self) -> GroupStats:
+        """Load and totals now. Requests are counted as ended once, by the reason of their last choice;
+        running and waiting count sequences (choices), the waiting ones with those that were preempted."""
+        scheduler, pool, ended = self._scheduler, self._pool, self._num_ended
+        return GroupStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            running_tokens=scheduler.running_tokens,
+            free_blocks=pool.num_unused,
+            cached_blocks=pool.num_evictable,
+            active_blocks=pool.num_active,
+            num_steps=scheduler.num_steps,
+            step_seconds=self._step_seconds,
+            prompt_tokens_total=scheduler.prompt_tokens_total,
+            cached_tokens_total=scheduler.cached_tokens_total,
+            generated_tokens_total=self._num_generated,
+            preemptions_total=scheduler.preemptions_total,
+            finished_stop_total=ended[FinishReason.STOP],
+            finished_length_total=ended[FinishReason.LENGTH],
+            finished_error_total=ended[FinishReason.ERROR],
+            cancelled_total=ended[FinishReason.CANCELLED],
+        )
+
+    def take_events(self) -> list[BlockEvent]:
+        """Changes of the prefix cache since the last call. To be called after every step: they add up."""
+        return self._pool.take_events()
+
+    def check_integrity(self) -> None:
+        """Asserts all invariants of engine, scheduler and pool; O(blocks + requests). Valid between steps."""
+        self._scheduler.check_integrity()
+        unfinished = 0
+        for request_id, sequences in self._requests.items():
+            left = sum(sequence.state is not _FINISHED for sequence in sequences)
+            assert left == sequences[0].parent.num_unfinished, f"{request_id}: {left} choices left"
+            assert left > 0, f"{request_id} has ended and is still known"
+            unfinished += left
+        scheduled = self._scheduler.num_running + self._scheduler.num_waiting
+        assert scheduled == unfinished, f"{scheduled} sequences scheduled, {unfinished} unfinished"
+        if not self._requests:
+            assert self._pool.num_active == 0, f"idle with {self._pool.num_active} blocks held"
+
+    def _check_fits_pool(self, request: GenerateRequest) -> None:
+        prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
+        tokens = prompt + max(0, new - 1)  # the token sampled last is never computed
+        blocks = -(-tokens // self._block_size)
+        if blocks > self._pool.num_blocks:
+            raise RequestRefused(
+                f"A prompt of {prompt} tokens with max_tokens {new} needs {blocks} KV blocks; the whole pool "
+                f"has {self._pool.num_blocks} ({self._pool.num_blocks * self._block_size} tokens). Lower "
+                "max_tokens, shorten the prompt, or give the group more KV memory.",
+                code="kv_pool_too_small",
+                param="max_tokens",
+            )
+
+    def _take(
+        self, sequence: Sequence, piece: SequenceSlice, outcome: Outcome, chunks: list[TokenChunk]
+    ) -> None:
+        """Brings a sequence forward by what the step found for its slice."""
+        request_id = sequence.parent.request.request_id
+        if isinstance(outcome, Exception):
+            _log.error("request %s: the step raised", request_id, exc_info=outcome)
+            kind = type(outcome).__name__
+            message = f"The engine failed on this request ({kind}) and ended it."
+            self._fail(request_id, "internal_error", message, chunks, spoiled=sequence)
+            return
+        if outcome.error is not None:
+            _log.error("request %s choice %d: %s", request_id, sequence.choice, outcome.error)
+            self._fail(request_id, "numerical_error", outcome.error, chunks, spoiled=sequence)
+            return
+        problem = self._problem_with(piece, outcome)
+        if problem is not None:
+            _log.error("request %s choice %d: %s", request_id, sequence.choice, problem)
+            message = "The engine failed on this request and ended it."
+            self._fail(request_id, "internal_error", message, chunks, spoiled=sequence)
+            return
+        self._scheduler.advance(sequence, len(piece.token_ids))
+        if piece.prompt_targets is not None:
+            assert sequence.prompt_scores is not None
+            sequence.prompt_scores.extend(outcome.prompt_logprobs)
+        if sequence.num_computed == sequence.num_known:
+            chunks.append(self._answer(sequence, outcome))
+
+    def _answer(self, sequence: Sequence, result: SliceResult) -> TokenChunk:
+        """The chunk of a sequence whose known tokens are all computed; appends the sampled one and ends it if
+        that was the last."""
+        token_ids: tuple[int, ...] = ()
+        logprobs: tuple[TokenLogprob, ...] | None = None
+        reason: FinishReason | None = FinishReason.LENGTH  # of a request for no tokens at all
+        stop_token_id: int | None = None
+        if result.sampled is not None:
+            token_id = result.sampled.token_id
+            token_ids = (token_id,)
+            if result.sampled.logprob is not None:
+                logprobs = (result.sampled.logprob,)
+            sequence.append(token_id)
+            self._num_generated += 1
+            reason, stop_token_id = _why_finished(sequence, token_id)
+        if reason is not None:
+            self._scheduler.estimate.observe(len(sequence.output))
+            self._end(sequence, reason)
+        elif sequence.state is _PREFILLING:
+            self._scheduler.start_decoding(sequence)
+        if sequence.has_answered:
+            return TokenChunk(
+                request_id=sequence.parent.request.request_id,
+                choice=sequence.choice,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason=reason,
+                stop_token_id=stop_token_id,
+            )
+        sequence.has_answered = True
+        return TokenChunk(
+            request_id=sequence.parent.request.request_id,
+            choice=sequence.choice,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=_take_prompt_scores(sequence),
+            num_cached_tokens=sequence.num_cached or 0,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+        )
+
+    def _problem_with(self, piece: SequenceSlice, result: SliceResult) -> str | None:
+        """What is wrong with a result, whatever its values: a bug of the executor."""
+        if len(result.prompt_logprobs) != len(piece.prompt_targets or ()):
+            return (
+                f"{len(result.prompt_logprobs)} prompt scores for {len(piece.prompt_targets or ())} targets"
+            )
+        if (piece.sample is None) != (result.sampled is None):
+            return "no token was sampled" if result.sampled is None else "a token was sampled unasked"
+        if result.sampled is not None and not 0 <= result.sampled.token_id < self._limits.vocab_size:
+            return f"token {result.sampled.token_id} is not in the vocabulary of {self._limits.vocab_size}"
+        return None
+
+    def _fail(
+        self,
+        request_id: RequestId,
+        code: str,
+        message: str,
+        chunks: list[TokenChunk],
+        spoiled: Sequence | None = None,
+    ) -> None:
+        """Ends all choices of a request with an error; what `spoiled` has computed is not to be trusted."""
+        for sequence in self._requests[request_id]:
+            if sequence.state is _FINISHED:
+                continue
+            self._end(sequence, FinishReason.ERROR, is_spoiled=sequence is spoiled)
+            chunks.append(
+                TokenChunk(
+                    request_id=request_id,
+                    choice=sequence.choice,
+                    finish_reason=FinishReason.ERROR,
+                    error=message,
+                    error_code=code,
+                )
+            )
+
+    def _end(self, sequence: Sequence, reason: FinishReason, *, is_spoiled: bool = False) -> None:
+        if is_spoiled:
+            self._scheduler.remove_spoiled(sequence)
+        else:
+            self._scheduler.remove(sequence)
+        if sequence.parent.num_unfinished == 0:
+            del self._requests[sequence.parent.request.request_id]
+            self._num_ended[reason] += 1
+
+    def _note_duration(self, seconds: float) -> None:
+        if self._scheduler.num_steps == 1:
+            self._step_seconds = seconds
+        else:
+            self._step_seconds += _STEP_MEAN_WEIGHT * (seconds - self._step_seconds)
+
+
+def _why_finished(sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+    """Whether the token just appended ends the sequence, and the id when it is an end id."""
+    if token_id in sequence.parent.end_ids and (
+        len(sequence.output) > sequence.parent.request.sampling.min_tokens
+    ):
+        return FinishReason.STOP, token_id
+    if sequence.num_known >= sequence.max_known:
+        return FinishReason.LENGTH, None
+    return None, None
+
+
+def _take_prompt_scores(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+    """The scores gathered over all prompt chunks, once; entry 0 has nothing before it."""
+    scores, sequence.prompt_scores = sequence.prompt_scores, None
+    return None if scores is None else (None, *scores)

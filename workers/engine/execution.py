@@ -1,0 +1,50 @@
+"""Runs a plan so that an exception in one slice ends that slice and not the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workers.engine.step import Executor, GroupFailed, SliceResult, StepPlan
+
+Outcome = SliceResult | Exception  # what a slice gave, or why it gave nothing
+
+
+def run_plan(executor: Executor, plan: StepPlan) -> Sequence[Outcome]:
+    """One outcome per slice. Raises GroupFailed when the group cannot compute any more.
+
+    After an exception each slice runs in a step of its own: a plan is complete in itself and writes the same
+    keys and values again, so the good ones lose nothing but time. If two or more slices all raise, the
+    executor is broken and not a request.
+    """
+    try:
+        return _run(executor, plan)
+    except GroupFailed:
+        raise
+    except Exception as error:
+        if len(plan.slices) == 1:
+            return [error]
+    outcomes = [_run_alone(executor, plan, index) for index in range(len(plan.slices))]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if len(failed) == len(outcomes):
+        raise GroupFailed(f"each of {len(failed)} sequences fails, the first with {failed[0]!r}") from failed[
+            0
+        ]
+    return outcomes
+
+
+def _run_alone(executor: Executor, plan: StepPlan, index: int) -> Outcome:
+    zero_blocks = plan.zero_blocks if index == 0 else ()
+    alone = StepPlan(number=plan.number, slices=(plan.slices[index],), zero_blocks=zero_blocks)
+    try:
+        return _run(executor, alone)[0]
+    except GroupFailed:
+        raise
+    except Exception as error:
+        return error
+
+
+def _run(executor: Executor, plan: StepPlan) -> Sequence[SliceResult]:
+    results = executor.execute(plan).slices
+    if len(results) != len(plan.slices):
+        raise GroupFailed(f"step {plan.number}: {len(results)} results for {len(plan.slices)} slices")
+    return results

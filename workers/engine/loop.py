@@ -1,0 +1,197 @@
+"""The engine's thread.
+
+    submit, abort --> inbox --> [ drain inbox; engine.step() ]* --> on_output(StepOutput)
+
+Between steps the thread takes all commands; a request that is refused, and one that ends in an error, comes
+back as an ERROR chunk. Idle, it waits for a command without spinning. It ends by stop(), or when the group
+cannot compute any more: then every request it has, and every one submitted later, gets an ERROR chunk
+`engine_dead`. Each accepted or refused choice thus gets exactly one chunk with a finish_reason.
+
+Not covered: a step that hangs. Executors bound their waits; stop() bounds its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from workers.engine.engine import Engine
+from workers.engine.request import MAX_CHOICES
+from workers.engine.step import GroupFailed
+from workers.types import (
+    BlockEvent,
+    FinishReason,
+    GenerateRequest,
+    GroupStats,
+    RequestId,
+    RequestRefused,
+    TokenChunk,
+)
+
+_IDLE_WAIT_S = 1.0  # the longest single wait of an idle loop
+_ENGINE_DEAD = "engine_dead"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What happened in a step, or between two."""
+
+    chunks: tuple[TokenChunk, ...]
+    events: tuple[BlockEvent, ...]
+    stats: GroupStats
+    failure: str | None = None  # set once, in the last output: the group is dead
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: RequestId
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own. All methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, on_output: Callable[[StepOutput], None]) -> None:
+        """on_output is called in the loop's thread, first with the stats at start, then in the order of
+        steps; once the loop has ended, also in the thread of a submit(). It has to be quick. If it raises,
+        the loop ends: its results would be lost unseen."""
+        self._engine = engine
+        self._on_output = on_output
+        self._commands: deque[GenerateRequest | _Abort] = deque()
+        self._changed = threading.Condition()  # guards commands, stopping and closing reason
+        self._is_stopping = False
+        self._closing_reason: str | None = None  # why nothing is taken any more
+        self._failure: str | None = None
+        self._stats = engine.stats()  # of the last output
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the group cannot compute any more; None while it can."""
+        return self._failure
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queues a request; whatever becomes of it comes through on_output."""
+        with self._changed:
+            reason = self._closing_reason
+            if reason is None:
+                self._commands.append(request)
+                self._changed.notify()
+        if reason is not None:
+            chunks = tuple(_refusal(request, _ENGINE_DEAD, reason))
+            self._on_output(StepOutput(chunks=chunks, events=(), stats=self._stats))
+
+    def abort(self, request_id: RequestId) -> None:
+        """Ends a request before the next step; its open choices get a CANCELLED chunk. Unknown ones are
+        ignored."""
+        with self._changed:
+            self._commands.append(_Abort(request_id))
+            self._changed.notify()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the step it is in, and all requests with an ERROR chunk. Returns after
+        timeout_s at the latest: `is_alive` says whether a step still hangs. May be called twice."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._emit([])
+            while (commands := self._next_commands()) is not None:
+                chunks: list[TokenChunk] = []
+                for command in commands:
+                    chunks += self._cancel(command) if isinstance(command, _Abort) else self._add(command)
+                chunks += self._engine.step()
+                self._emit(chunks)
+        except GroupFailed as error:
+            self._failure = str(error)
+        except Exception as error:
+            _log.exception("the engine loop ends")
+            self._failure = f"the engine loop failed: {error!r}"
+        self._close(self._failure or "The engine is stopping.")
+
+    def _next_commands(self) -> list[GenerateRequest | _Abort] | None:
+        """Waits until there is something to do, which may be no command but a step; None: stop."""
+        with self._changed:
+            while not (self._commands or self._is_stopping or self._engine.has_work()):
+                self._changed.wait(_IDLE_WAIT_S)
+            if self._is_stopping:
+                return None
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands
+
+    def _add(self, request: GenerateRequest) -> list[TokenChunk]:
+        try:
+            self._engine.add(request)
+        except RequestRefused as refused:
+            return _refusal(request, refused.code, refused.message)
+        except Exception as error:  # add() changes nothing before it has built everything
+            _log.exception("request %s cannot be added", request.request_id)
+            message = f"The engine could not take this request ({type(error).__name__})."
+            return _refusal(request, "internal_error", message)
+        return []
+
+    def _cancel(self, command: _Abort) -> list[TokenChunk]:
+        choices = self._engine.unfinished_choices(command.request_id)
+        self._engine.abort(command.request_id)
+        return [
+            TokenChunk(request_id=command.request_id, choice=choice, finish_reason=FinishReason.CANCELLED)
+            for choice in choices
+        ]
+
+    def _close(self, reason: str) -> None:
+        """The last words: an error for every choice that has not ended and for what was never looked at."""
+        with self._changed:
+            self._closing_reason = reason
+            left = [command for command in self._commands if not isinstance(command, _Abort)]
+            self._commands.clear()
+        chunks = [_error(*choice, _ENGINE_DEAD, reason) for choice in self._engine.unfinished()]
+        for request in left:
+            chunks += _refusal(request, _ENGINE_DEAD, reason)
+        try:
+            self._engine.fail_all()
+        except (
+            Exception
+        ):  # the failure may be the engine's own broken state; clients must hear of it all the same
+            _log.exception("the engine's state cannot be cleared")
+        try:
+            self._emit(chunks, self._failure)
+        except Exception:
+            _log.exception("nobody hears that the engine loop has ended")
+
+    def _emit(self, chunks: list[TokenChunk], failure: str | None = None) -> None:
+        self._stats = self._engine.stats()
+        events = tuple(self._engine.take_events())
+        self._on_output(StepOutput(chunks=tuple(chunks), events=events, stats=self._stats, failure=failure))
+
+
+def _refusal(request: GenerateRequest, code: str, message: str) -> list[TokenChunk]:
+    """One error per choice that the sender waits for."""
+    num = request.num_choices
+    num_choices = num if type(num) is int and 1 <= num <= MAX_CHOICES else 1
+    return [_error(request.request_id, choice, code, message) for choice in range(num_choices)]
+
+
+def _error(request_id: RequestId, choice: int, code: str, message: str) -> TokenChunk:
+    return TokenChunk(
+        request_id=request_id,
+        choice=choice,
+        finish_reason=FinishReason.ERROR,
+        error=message,
+        error_code=code,
+    )

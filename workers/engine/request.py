@@ -1,0 +1,151 @@
+"""What a group accepts, and the state of a request that it has accepted.
+
+A request of n choices is n sequences (`workers.engine.sequence`) with one prompt. This module holds what they
+share: the checked request, its place in the order of service, the ids that end a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from workers.hashing import BlockHash, block_hashes
+from workers.types import FinishReason, GenerateRequest, RequestRefused, SamplingParams
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+_INT64 = 1 << 63
+_LARGEST = 1e9  # of a temperature or penalty that has no other bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What the model can do. End ids that the vocabulary does not have can never come and are left out."""
+
+    vocab_size: int
+    max_model_len: int  # prompt and output tokens together
+    eos_token_ids: tuple[int, ...]
+
+
+class RequestState:
+    """A request from its acceptance until its last choice ends."""
+
+    __slots__ = (
+        "arrival",
+        "end_ids",
+        "forbidden_ids",
+        "is_admitted",
+        "last_reason",
+        "max_known_tokens",
+        "num_unfinished",
+        "prompt_hashes",
+        "request",
+    )
+
+    def __init__(
+        self, request: GenerateRequest, *, limits: EngineLimits, arrival: int, block_size: int | None
+    ) -> None:
+        """block_size None: no prefix reuse, no hashes."""
+        sampling = request.sampling
+        end_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            end_ids.update(token for token in limits.eos_token_ids if 0 <= token < limits.vocab_size)
+        self.request = request
+        self.arrival = arrival  # rank among requests of one priority
+        self.end_ids = frozenset(end_ids)
+        self.forbidden_ids = tuple(sorted(end_ids))  # while min_tokens has not been reached
+        # Of each choice; the context length is the other bound, and validate() has compared the two.
+        self.max_known_tokens = len(request.prompt_token_ids) + sampling.max_tokens
+        self.prompt_hashes: list[BlockHash] = []
+        if block_size is not None:
+            self.prompt_hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)
+        self.is_admitted = False  # a choice has had blocks
+        self.num_unfinished = request.num_choices
+        self.last_reason: FinishReason | None = None
+
+
+def validate(request: GenerateRequest, limits: EngineLimits) -> None:
+    """Raises RequestRefused for anything the engine could not carry to an end.
+
+    The router checks the same at its door; the engine does not rely on it.
+    """
+    _check_prompt(request.prompt_token_ids, limits)
+    _check_int("n", request.num_choices, 1, MAX_CHOICES)
+    _check_int("priority", request.priority, -_INT64, _INT64 - 1)
+    if not isinstance(request.cache_salt, str):
+        raise _refused("cache_salt", request.cache_salt, "text")
+    _check_sampling(request.sampling, limits)
+    prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
+    if prompt + new > limits.max_model_len:
+        raise RequestRefused(
+            f"The context length is {limits.max_model_len} tokens; the prompt has {prompt} and max_tokens "
+            f"asks for {new}, together {prompt + new}. Shorten the prompt or lower max_tokens.",
+            code="context_length_exceeded",
+            param="max_tokens" if prompt < limits.max_model_len else "prompt",
+        )
+
+
+def _check_prompt(token_ids: tuple[int, ...], limits: EngineLimits) -> None:
+    if not token_ids:
+        raise RequestRefused("The prompt is empty: at least one token is needed.", param="prompt")
+    _check_token_ids("prompt", token_ids, limits)
+
+
+def _check_token_ids(param: str, token_ids: Iterable[int], limits: EngineLimits) -> None:
+    ids = tuple(token_ids)
+    # set(map(type, ...)) runs in C: a prompt of 50,000 tokens is checked in about a millisecond. bool is
+    # refused.
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= limits.vocab_size):
+        index, bad = next(
+            (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < limits.vocab_size
+        )
+        raise RequestRefused(
+            f"{param}[{index}] is {bad!r}: token ids are whole numbers from 0 to {limits.vocab_size - 1}.",
+            param=param,
+        )
+
+
+def _check_sampling(sampling: SamplingParams, limits: EngineLimits) -> None:
+    _check_int("max_tokens", sampling.max_tokens, 0, _INT64 - 1)
+    _check_int("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
+    _check_int("top_k", sampling.top_k, 0, _INT64 - 1)
+    _check_int("seed", sampling.seed, -_INT64, _INT64 - 1)
+    _check_number("temperature", sampling.temperature, 0.0, _LARGEST)
+    _check_number("top_p", sampling.top_p, 0.0, 1.0, above=True)
+    _check_number("min_p", sampling.min_p, 0.0, 1.0)
+    _check_number("repetition_penalty", sampling.repetition_penalty, 0.0, _LARGEST, above=True)
+    _check_number("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _check_number("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    if type(sampling.ignore_eos) is not bool:
+        raise _refused("ignore_eos", sampling.ignore_eos, "true or false")
+    _check_token_ids("stop_token_ids", sampling.stop_token_ids, limits)
+    _check_token_ids("logit_bias", (token for token, _ in sampling.logit_bias), limits)
+    for _, bias in sampling.logit_bias:
+        _check_number("logit_bias", bias, -100.0, 100.0)
+    for param, count in (
+        ("logprobs", sampling.num_logprobs),
+        ("prompt_logprobs", sampling.num_prompt_logprobs),
+    ):
+        if count is not None:
+            _check_int(param, count, 0, MAX_LOGPROBS)
+
+
+def _check_int(param: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise _refused(param, value, f"a whole number from {low} to {high}")
+
+
+def _check_number(param: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    # Comparisons alone: they refuse NaN and infinity, and are exact for an int too large for a float.
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and not (above and value == low)
+    ):
+        return
+    raise _refused(param, value, f"a finite number {'above' if above else 'from'} {low:g} to {high:g}")
+
+
+def _refused(param: str, value: object, expected: str) -> RequestRefused:
+    return RequestRefused(f"{param} is {value!r}: it must be {expected}.", param=param)

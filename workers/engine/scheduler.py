@@ -1,0 +1,371 @@
+"""Decides what each step computes.
+
+    add --> waiting --admit--> prefilling --first token--> decoding --> finished
+              ^                    |                          |
+              +-----preempt--------+--------------------------+
+
+A step has one budget of tokens. Decode rows come first, one for every decoding sequence; then the next
+chunks of the sequences in prefill; then waiting ones are admitted, lowest (priority, arrival, choice) first.
+Only tokens that are really computed count: a cached prefix is free.
+
+Progress. The first in the order of service among the running is never preempted, and its whole need fits the
+pool (add() has checked), so it always gets its blocks: every step computes something until all is done. With
+nothing running the first waiting one is admitted without further question.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+from typing import NamedTuple
+
+from workers.config import ScheduleConfig
+from workers.engine.block_pool import BlockPool
+from workers.engine.demand import OutputLengthEstimate
+from workers.engine.preemption import choose_victim
+from workers.engine.prefixes import PrefixesInProgress
+from workers.engine.request import RequestState
+from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.step import SequenceSlice, StepPlan
+
+_by_key = attrgetter("key")
+_WAITING, _PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
+_DECODING, _FINISHED = SequenceState.DECODING, SequenceState.FINISHED
+
+
+class ScheduledStep(NamedTuple):
+    """A plan and, in the same order, the sequences of its slices."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+
+
+class Scheduler:
+    """Owns the order of sequences and what blocks they hold. Used by one thread."""
+
+    def __init__(
+        self, *, schedule: ScheduleConfig, pool: BlockPool, block_size: int, prefix_reuse: bool
+    ) -> None:
+        limits = (
+            ("max_step_tokens", schedule.max_step_tokens),
+            ("max_running", schedule.max_running),
+            ("max_prefill_chunk", schedule.max_prefill_chunk),
+            ("block_size", block_size),
+        )
+        for name, limit in limits:
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} is {limit}: it must be at least 1")
+        self._pool = pool
+        self._block_size = block_size
+        self._prefix_reuse = prefix_reuse
+        self._max_step_tokens = schedule.max_step_tokens
+        self._max_chunk = schedule.max_prefill_chunk or schedule.max_step_tokens
+        # Each decoding sequence takes a token of the budget, so that many can run and still all get on.
+        self._max_running = min(schedule.max_running, schedule.max_step_tokens)
+        self._waiting: list[Sequence] = []  # sorted by key
+        self._prefilling: list[Sequence] = []  # sorted by key
+        self._decoding: list[Sequence] = []  # in the order of their first token
+        self._in_progress = PrefixesInProgress()
+        self._zero_blocks: list[int] = []
+        self._num_steps = 0
+        self.estimate = OutputLengthEstimate(block_size)
+        self.num_queued_requests = 0  # never admitted
+        self.waiting_tokens = 0  # sum of all backlogs
+        self.running_tokens = 0  # computed tokens of running sequences
+        self.prompt_tokens_total = 0  # of requests, at their first admission
+        self.cached_tokens_total = 0
+        self.preemptions_total = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def add(self, parent: RequestState, sequences: list[Sequence]) -> None:
+        """Queues the choices of a request, whose total need has been found to fit the pool."""
+        self.num_queued_requests += 1
+        for sequence in sequences:
+            self._enqueue(sequence)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step; None when no sequence is unfinished. The plan shares block tables with the
+        scheduler: it is to be read before anything else is called here."""
+        preemptions = self.preemptions_total
+        self._reserve_decode_blocks()
+        budget = self._max_step_tokens - len(self._decoding)
+        chunks = self._reserve_chunks(budget)
+        if preemptions == self.preemptions_total:  # else memory is short: nobody new
+            self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
+        slices = [
+            SequenceSlice(
+                token_ids=sequence.output[-1:],
+                start=sequence.num_computed,
+                block_table=sequence.block_table,
+                sample=sequence.task,
+            )
+            for sequence in self._decoding
+        ]
+        sequences = self._decoding.copy()
+        for sequence, end in chunks:
+            if sequence.state is _PREFILLING:  # not preempted after its turn
+                slices.append(self._chunk_slice(sequence, end))
+                sequences.append(sequence)
+        if not slices:
+            assert not self._waiting and not self.num_running, "sequences left and none of them can go on"
+            return None
+        self._num_steps += 1
+        plan = StepPlan(number=self._num_steps, slices=slices, zero_blocks=tuple(self._zero_blocks))
+        self._zero_blocks.clear()
+        return ScheduledStep(plan, sequences)
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """The step has computed this many more tokens of a running sequence."""
+        sequence.num_computed += num_tokens
+        self.running_tokens += num_tokens
+        if sequence.num_computed - sequence.num_sealed * self._block_size >= self._block_size:
+            self._seal(sequence)
+        if sequence.state is _PREFILLING:
+            self._set_backlog(sequence, sequence.num_known - sequence.num_computed)
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """Its known tokens were all computed and the next one has been appended."""
+        assert sequence.state is _PREFILLING, f"{sequence.key} is {sequence.state.value}, not in prefill"
+        assert sequence.num_computed == sequence.num_known - 1, f"{sequence.key} has a longer way to go"
+        self._prefilling.remove(sequence)
+        self._set_backlog(sequence, 0)
+        sequence.state = _DECODING
+        self._decoding.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes an unfinished sequence out, wherever it is; its blocks are free at once."""
+        if sequence.state is _WAITING:
+            del self._waiting[bisect_left(self._waiting, sequence.key, key=_by_key)]
+        else:
+            self._stop_running(sequence)
+        self._set_backlog(sequence, 0)
+        sequence.state = _FINISHED
+        parent = sequence.parent
+        parent.num_unfinished -= 1
+        if parent.num_unfinished == 0 and not parent.is_admitted:
+            self.num_queued_requests -= 1
+
+    def remove_spoiled(self, sequence: Sequence) -> None:
+        """Takes out a running sequence whose values are not numbers: none of its blocks stays findable,
+        because nobody knows where it began, and the freed ones are zeroed before the next step."""
+        table = sequence.block_table
+        for block in table:
+            self._pool.forget(block)
+        self.remove(sequence)
+        self._zero_blocks.extend(block for block in table if self._pool.num_owners(block) == 0)
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants of queues, counters, blocks and announced prefixes. Valid between steps."""
+        running = self._prefilling + self._decoding
+        everyone = self._waiting + running
+        assert len({id(sequence) for sequence in everyone}) == len(everyone), "a sequence in two places"
+        for queue, state in (
+            (self._waiting, _WAITING),
+            (self._prefilling, _PREFILLING),
+            (self._decoding, _DECODING),
+        ):
+            assert all(sequence.state is state for sequence in queue), f"wrong state among the {state.value}"
+        assert self._waiting == sorted(self._waiting, key=_by_key), "waiting sequences out of order"
+        assert self._prefilling == sorted(self._prefilling, key=_by_key), "prefilling sequences out of order"
+        assert len(running) <= self._max_running, f"{len(running)} sequences run, {self._max_running} may"
+        for sequence in self._waiting:
+            assert not sequence.block_table and not sequence.num_computed, f"{sequence.key} waits with blocks"
+        for sequence in running:
+            size, computed = self._block_size, sequence.num_computed
+            assert len(sequence.block_table) == -(-computed // size), (
+                f"{sequence.key}: wrong number of blocks"
+            )
+            sealed = computed // size if self._prefix_reuse else 0
+            assert sequence.num_sealed == sealed, f"{sequence.key}: {sequence.num_sealed} blocks sealed"
+            assert 0 < computed < sequence.num_known, (
+                f"{sequence.key}: {computed} of {sequence.num_known} computed"
+            )
+        for sequence in self._decoding:
+            assert sequence.num_known - sequence.num_computed == 1, (
+                f"{sequence.key} decodes with tokens to prefill"
+            )
+        assert self.waiting_tokens == sum(sequence.backlog for sequence in everyone), "waiting_tokens drifted"
+        assert self.running_tokens == sum(sequence.num_computed for sequence in running), (
+            "running_tokens drifted"
+        )
+        queued = {id(sequence.parent) for sequence in self._waiting if not sequence.parent.is_admitted}
+        assert self.num_queued_requests == len(queued), (
+            f"{self.num_queued_requests} queued, {len(queued)} found"
+        )
+        self._pool.check_integrity([sequence.block_table for sequence in running])
+        self._in_progress.check_integrity()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=_by_key)
+        to_prefill = sequence.num_known
+        if sequence.choice and self._prefix_reuse:  # shares what the first choice computes
+            to_prefill -= (to_prefill - 1) // self._block_size * self._block_size
+        self._set_backlog(sequence, to_prefill)
+
+    def _set_backlog(self, sequence: Sequence, num_tokens: int) -> None:
+        self.waiting_tokens += num_tokens - sequence.backlog
+        sequence.backlog = num_tokens
+
+    # -- blocks for those who run -------------------------------------------------------------------------
+
+    def _reserve_decode_blocks(self) -> None:
+        size = self._block_size
+        full = [s for s in self._decoding if s.num_computed == len(s.block_table) * size]
+        if len(full) > self._pool.num_available:
+            full.sort(key=_by_key)
+        for sequence in full:
+            if sequence.state is _DECODING and self._make_room(sequence):
+                sequence.block_table.append(self._pool.allocate())
+
+    def _reserve_chunks(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Next chunk of each sequence in prefill, as the position where it ends."""
+        chunks = []
+        for sequence in self._prefilling.copy():
+            if budget == 0:
+                break
+            if sequence.state is _PREFILLING:  # not preempted for one before it
+                end = self._grow(sequence, sequence.chunk_end(min(budget, self._max_chunk)))
+                if end > sequence.num_computed:
+                    budget -= end - sequence.num_computed
+                    chunks.append((sequence, end))
+        return chunks
+
+    def _grow(self, sequence: Sequence, end: int) -> int:
+        """Allocates blocks for positions up to `end` or as far as the pool goes without preemption, but for
+        at least one token. Returns the position reached: num_computed only if the sequence was itself
+        preempted."""
+        table, size = sequence.block_table, self._block_size
+        if sequence.num_computed == len(table) * size and not self._make_room(sequence):
+            return sequence.num_computed
+        missing = -(-end // size) - len(table)
+        for _ in range(min(missing, self._pool.num_available)):
+            table.append(self._pool.allocate())
+        return min(end, len(table) * size)
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Sees to it that a block is available. False when `sequence` was itself preempted for it."""
+        while self._pool.num_available == 0:
+            running = self._prefilling + self._decoding
+            victim = choose_victim(sequence, running, self._pool, self._block_size)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions_total += 1
+        self._stop_running(sequence)
+        sequence.restart()
+        sequence.state = _WAITING
+        self._enqueue(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        (self._prefilling if sequence.state is _PREFILLING else self._decoding).remove(sequence)
+        self._in_progress.withdraw(sequence)
+        self.running_tokens -= sequence.num_computed
+        self._pool.free_table(sequence.block_table)
+        sequence.block_table = []
+
+    # -- admission ----------------------------------------------------------------------------------------
+
+    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]]) -> None:
+        """Admits waiting sequences in order while budget, places and future memory last; adds their chunks.
+
+        One that waits for another's blocks is passed over. One that does not fit stops the rest: small ones
+        must not overtake it for ever.
+        """
+        index, demand = 0, None
+        while budget > 0 and self.num_running < self._max_running and index < len(self._waiting):
+            sequence = self._waiting[index]
+            if sequence.waits_for is not None and self._in_progress.is_computing(sequence.waits_for):
+                index += 1
+                continue
+            readable = sequence.num_readable // self._block_size if self._prefix_reuse else 0
+            found = self._find_cached(sequence, readable)
+            sequence.waits_for = self._in_progress.last_shared(sequence, len(found), readable)
+            if sequence.waits_for is not None:
+                index += 1
+                continue
+            if self.num_running:
+                if demand is None:
+                    demand = self._demand_of_running()
+                fresh = self.estimate.expected_blocks(sequence) - len(found)
+                revived = sum(self._pool.num_owners(block) == 0 for block in found)
+                if demand + fresh + revived > self._pool.num_available:
+                    break
+            del self._waiting[index]
+            self._start_prefill(sequence, found)
+            end = self._grow(sequence, sequence.chunk_end(min(budget, self._max_chunk)))
+            assert end > sequence.num_computed, f"{sequence.key} was admitted and cannot begin"
+            budget -= end - sequence.num_computed
+            chunks.append((sequence, end))
+            if demand is not None:
+                demand += max(0, self.estimate.expected_blocks(sequence) - len(sequence.block_table))
+
+    def _demand_of_running(self) -> int:
+        """Blocks that running sequences are expected to ask for until they end."""
+        expected = self.estimate.expected_blocks
+        return sum(max(0, expected(s) - len(s.block_table)) for s in self._prefilling + self._decoding)
+
+    def _find_cached(self, sequence: Sequence, num_readable_blocks: int) -> list[int]:
+        found = []
+        for block_hash in sequence.hashes[:num_readable_blocks]:
+            block = self._pool.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _start_prefill(self, sequence: Sequence, found: list[int]) -> None:
+        for block in found:
+            self._pool.share(block)
+        num_cached = len(found) * self._block_size
+        sequence.block_table = found
+        sequence.num_sealed = len(found)
+        sequence.num_computed = num_cached
+        sequence.state = _PREFILLING
+        insort(self._prefilling, sequence, key=_by_key)
+        self.running_tokens += num_cached
+        self._set_backlog(sequence, sequence.num_known - num_cached)
+        if self._prefix_reuse:
+            self._in_progress.announce(sequence)
+        if sequence.num_cached is None:
+            sequence.num_cached = num_cached
+        if not sequence.parent.is_admitted:
+            sequence.parent.is_admitted = True
+            self.num_queued_requests -= 1
+            self.prompt_tokens_total += sequence.prompt_len
+            self.cached_tokens_total += num_cached
+
+    # -- slices and seals ---------------------------------------------------------------------------------
+
+    def _chunk_slice(self, sequence: Sequence, end: int) -> SequenceSlice:
+        start = sequence.num_computed
+        return SequenceSlice(
+            token_ids=sequence.tokens(start, end),
+            start=start,
+            block_table=sequence.block_table,
+            sample=sequence.task if end == sequence.num_known else None,
+            prompt_targets=sequence.score_targets(start, end),
+            num_prompt_logprobs=sequence.parent.request.sampling.num_prompt_logprobs or 0,
+        )
+
+    def _seal(self, sequence: Sequence) -> None:
+        if not self._prefix_reuse:
+            return
+        for index in range(sequence.num_sealed, sequence.num_computed // self._block_size):
+            block_hash = sequence.hash_of_block(index, self._block_size)
+            self._pool.seal(sequence.block_table[index], block_hash)
+            self._in_progress.finish(sequence, block_hash)
+        sequence.num_sealed = sequence.num_computed // self._block_size

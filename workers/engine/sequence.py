@@ -1,0 +1,167 @@
+"""One choice of a request: its tokens, how far they are computed, and the blocks that hold them.
+
+    known      prompt and output so far; the last token of a decoding sequence is known and not yet computed
+    computed   the first `num_computed` known tokens have their keys and values in the pool
+    sealed     the first `num_sealed` blocks are full, computed, and were offered to the prefix cache
+
+    0 <= num_sealed * block_size <= num_computed <= num_known,   block_table covers at least num_computed
+    tokens
+
+Preemption drops the blocks and sets num_computed to 0; tokens, hashes and prompt scores stay, and computing
+the known tokens again brings the sequence to where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from enum import Enum
+
+from workers.engine.request import RequestState
+from workers.engine.step import SampleTask
+from workers.hashing import BlockHash, chain_hash, root_hash
+from workers.types import TokenLogprob
+
+
+class SequenceState(Enum):
+    """Where the scheduler has it."""
+
+    WAITING = "waiting"  # no blocks: not admitted yet, or preempted
+    PREFILLING = "prefilling"  # has blocks; more than one token, or the first, to compute
+    DECODING = "decoding"  # has blocks; its newest token to compute
+    FINISHED = "finished"
+
+
+class Sequence:
+    """State of one choice. The scheduler changes state, blocks and progress; the engine appends tokens."""
+
+    __slots__ = (
+        "backlog",
+        "block_table",
+        "choice",
+        "has_answered",
+        "hashes",
+        "key",
+        "max_known",
+        "num_cached",
+        "num_computed",
+        "num_sealed",
+        "output",
+        "parent",
+        "prompt",
+        "prompt_len",
+        "prompt_scores",
+        "state",
+        "task",
+        "waits_for",
+    )
+
+    def __init__(self, parent: RequestState, choice: int) -> None:
+        request = parent.request
+        self.parent = parent
+        self.choice = choice
+        self.key = (request.priority, parent.arrival, choice)  # order of service, lowest first
+        self.prompt = request.prompt_token_ids
+        self.prompt_len = len(request.prompt_token_ids)
+        self.max_known = parent.max_known_tokens
+        self.output: list[int] = []
+        self.state = SequenceState.WAITING
+        self.num_computed = 0
+        self.num_sealed = 0
+        self.block_table: list[int] = []
+        self.hashes = list(
+            parent.prompt_hashes
+        )  # of full blocks of known tokens; output's as they are sealed
+        self.waits_for: BlockHash | None = None  # a block that another sequence is computing
+        self.num_cached: int | None = None  # tokens found cached at the first admission
+        self.has_answered = False  # its first chunk is out
+        self.backlog = 0  # tokens that the scheduler counts as still to prefill
+        # Scores of prompt tokens 1, 2, ... as they come; None: not wanted, or delivered.
+        wants_scores = choice == 0 and request.sampling.num_prompt_logprobs is not None
+        self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
+        self.task: SampleTask | None = None
+        if request.sampling.max_tokens > 0:
+            self.task = self._sample_task()
+
+    @property
+    def num_known(self) -> int:
+        return self.prompt_len + len(self.output)
+
+    @property
+    def num_readable(self) -> int:
+        """Known tokens that may be taken from the prefix cache.
+
+        The last one has to be computed, to have a row to sample from. While prompt tokens are to be scored,
+        so has each row whose score is missing: row i gives the score of token i + 1.
+        """
+        if self._is_scoring():
+            assert self.prompt_scores is not None
+            return len(self.prompt_scores)
+        return self.num_known - 1
+
+    def chunk_end(self, max_tokens: int) -> int:
+        """Position after the last token of the next slice, when it may have `max_tokens`."""
+        end = min(self.num_known, self.num_computed + max_tokens)
+        if self._is_scoring():
+            assert self.prompt_scores is not None
+            if self.num_computed < len(self.prompt_scores):  # scored before a preemption: no second time
+                end = min(end, len(self.prompt_scores))
+        return end
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens start .. end - 1."""
+        if end <= self.prompt_len:
+            return self.prompt[start:end]
+        return self.prompt[start:] + tuple(
+            self.output[max(0, start - self.prompt_len) : end - self.prompt_len]
+        )
+
+    def score_targets(self, start: int, end: int) -> tuple[int, ...] | None:
+        """Prompt tokens to score in the rows start .. end - 1: one each, none for the last prompt token's."""
+        if not self._is_scoring():
+            return None
+        assert self.prompt_scores is not None
+        if start < len(self.prompt_scores):
+            return None
+        assert start == len(self.prompt_scores), (
+            f"scores end at {len(self.prompt_scores)}, slice starts at {start}"
+        )
+        return self.prompt[start + 1 : end + 1]
+
+    def hash_of_block(self, index: int, block_size: int) -> BlockHash:
+        """Hash of a full block of known tokens, whose predecessors have been asked for before."""
+        if index == len(self.hashes):
+            parent = self.hashes[index - 1] if index else root_hash(self.parent.request.cache_salt)
+            self.hashes.append(chain_hash(parent, self.tokens(index * block_size, (index + 1) * block_size)))
+        return self.hashes[index]
+
+    def append(self, token_id: int) -> None:
+        """The token that was sampled after the last computed one."""
+        assert self.num_computed == self.num_known, (
+            f"{self.num_known - self.num_computed} tokens not computed"
+        )
+        assert self.num_known < self.max_known, f"a token after the last one, {self.max_known}"
+        self.output.append(token_id)
+        if len(self.output) == self.parent.request.sampling.min_tokens:
+            self.task = self._sample_task()  # end ids are allowed from now on
+
+    def restart(self) -> None:
+        """Forgets progress but not what is known. The blocks have been freed."""
+        self.block_table = []
+        self.num_computed = 0
+        self.num_sealed = 0
+        self.waits_for = None
+
+    def _is_scoring(self) -> bool:
+        return self.prompt_scores is not None and len(self.prompt_scores) < self.prompt_len - 1
+
+    def _sample_task(self) -> SampleTask:
+        sampling = self.parent.request.sampling
+        is_too_short = len(self.output) < sampling.min_tokens
+        output: Tokens[int] = self.output  # the live list: a task serves many steps
+        return SampleTask(
+            params=sampling,
+            choice=self.choice,
+            prompt_token_ids=self.prompt,
+            output_token_ids=output,
+            forbidden_token_ids=self.parent.forbidden_ids if is_too_short else (),
+        )
