@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
 
 from workers.cached_blocks import CachedBlocks
 from workers.channel import MAX_OUTGOING_BYTES, Channel
+from workers.engine.loop import StepOutput
+from workers.engine.request import MAX_CHOICES
+from workers.live_requests import LiveRequests
 from workers.types import (
     BlockEvent,
     FinishReason,
@@ -57,19 +59,6 @@ from workers.wire import (
 _log = logging.getLogger(__name__)
 
 
-class EngineOutput(Protocol):
-    """What the engine loop reports after a step."""
-
-    @property
-    def chunks(self) -> Sequence[TokenChunk]: ...
-    @property
-    def events(self) -> Sequence[BlockEvent]: ...
-    @property
-    def stats(self) -> GroupStats: ...
-    @property
-    def failure(self) -> str | None: ...
-
-
 class EngineInput(Protocol):
     """Where requests go in. Both calls are thread-safe and return at once."""
 
@@ -105,14 +94,6 @@ class _Client:
     connected_s: float
     client_id: str | None = None  # None until greeted
     subscribes: bool = False
-    request_ids: set[RequestId] = field(default_factory=set)
-
-
-class _Live(NamedTuple):
-    """A request in the engine."""
-
-    client: _Client
-    unfinished: set[int]  # choices
 
 
 class StreamServer:
@@ -127,13 +108,12 @@ class StreamServer:
         self._server: asyncio.Server | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._stats_timer: asyncio.TimerHandle | None = None
-        self._outputs: deque[EngineOutput] = deque()  # filled by the engine's thread
+        self._outputs: deque[StepOutput] = deque()  # filled by the engine's thread
         self._is_woken = False
         self._is_stopped = False
         self._connections: dict[Channel, _Client] = {}
         self._clients: dict[str, _Client] = {}  # greeted
-        self._requests: dict[RequestId, _Live] = {}
-        self._early_aborts: OrderedDict[RequestId, None] = OrderedDict()
+        self._requests = LiveRequests(self._limits.max_remembered_aborts)
         self._blocks = CachedBlocks()
         self._stats = GroupStats()
         self._stats_sent_s = float("-inf")
@@ -178,7 +158,7 @@ class StreamServer:
 
     # ---- from the engine
 
-    def on_output(self, output: EngineOutput) -> None:
+    def on_output(self, output: StepOutput) -> None:
         """Takes what a step made. Called by the engine's thread, also before the start; never blocks."""
         if not self._is_stopped:
             self._outputs.append(output)
@@ -208,23 +188,12 @@ class StreamServer:
             self._stats = output.stats
             self._failure = self._failure or output.failure
             for chunk in output.chunks:
-                self._route(chunk, chunks)
+                if (reader := self._requests.pass_on(chunk)) is not None:
+                    chunks.setdefault(reader, []).append(chunk)
         news = self._take_events(events)
         self._write(news, chunks)
         if self._failure is not None:
             self._dismiss_all(self._failure)
-
-    def _route(self, chunk: TokenChunk, chunks: dict[str, list[TokenChunk]]) -> None:
-        """Puts a chunk to those of its client; chunks of requests that nobody wants are dropped here."""
-        live = self._requests.get(chunk.request_id)
-        if live is None:
-            return
-        assert live.client.client_id is not None
-        chunks.setdefault(live.client.client_id, []).append(chunk)
-        if chunk.finish_reason is not None:
-            live.unfinished.discard(chunk.choice)
-            if not live.unfinished:
-                self._forget(chunk.request_id)
 
     def _take_events(self, events: list[BlockEvent]) -> bytes:
         """Follows the block log; the frames for subscribers."""
@@ -271,16 +240,20 @@ class StreamServer:
         except WireError as error:
             if len(chunks) > 1:
                 return b"".join([self._encode_chunks([chunk]) for chunk in chunks])
-            (chunk,) = chunks
-            self._end(chunk.request_id)
-            failed = TokenChunk(
-                request_id=chunk.request_id,
-                choice=chunk.choice,
+            message = f"the answer does not fit into a frame: {error}"
+        request_id, choice = chunks[0].request_id, chunks[0].choice
+        failed = [
+            TokenChunk(
+                request_id=request_id,
+                choice=open_choice,
                 finish_reason=FinishReason.ERROR,
-                error=f"the answer does not fit into a frame: {error}",
+                error=message,
                 error_code="response_too_large",
             )
-            return encode(Chunks(chunks=(failed,)))
+            for open_choice in sorted({choice} | self._requests.unfinished(request_id))
+        ]
+        self._end(request_id)
+        return encode(Chunks(chunks=tuple(failed)))
 
     # ---- from clients
 
@@ -345,30 +318,29 @@ class StreamServer:
     def _submit(self, submit: Submit) -> Accepted | Refused:
         """Hands a request to the engine, for a client that is there to read its tokens."""
         assert self._engine is not None
-        request_id = submit.request.request_id
-        client = self._clients.get(submit.client_id)
+        request = submit.request
+        refusal: tuple[str, str] | None = None
         if self._failure is not None:
-            return Refused(request_id=request_id, code="group_failed", message=self._failure)
-        if client is None:
-            message = f"no connection of client {submit.client_id!r} to read the tokens"
-            return Refused(request_id=request_id, code="client_not_connected", message=message)
-        if request_id in self._requests:
-            return Refused(request_id=request_id, code="duplicate_request", message="it is running already")
-        if request_id in self._early_aborts:
-            del self._early_aborts[request_id]
-            return Refused(request_id=request_id, code="aborted", message="it was aborted before it came")
-        client.request_ids.add(request_id)
-        self._requests[request_id] = _Live(client, set(range(submit.request.num_choices)))
-        self._engine.submit(submit.request)
-        return Accepted(request_id=request_id)
+            refusal = "group_failed", self._failure
+        elif submit.client_id not in self._clients:
+            refusal = "client_not_connected", f"client {submit.client_id!r} is not there to read the tokens"
+        elif request.request_id in self._requests:
+            refusal = "duplicate_request", f"request {request.request_id!r} is running already"
+        elif self._requests.take_abort(request.request_id):
+            refusal = "aborted", f"request {request.request_id!r} was aborted before it came"
+        elif not 1 <= request.num_choices <= MAX_CHOICES:
+            refusal = "invalid_value", f"num_choices is {request.num_choices}, allowed: 1 to {MAX_CHOICES}"
+        if refusal is not None:
+            return Refused(request_id=request.request_id, code=refusal[0], message=refusal[1])
+        self._requests.add(request.request_id, request.num_choices, submit.client_id)
+        self._engine.submit(request)
+        return Accepted(request_id=request.request_id)
 
     def _abort(self, client: _Client, request_id: RequestId) -> None:
-        live = self._requests.get(request_id)
-        if live is None:
-            self._early_aborts[request_id] = None  # its SUBMIT may be on the way, on another connection
-            if len(self._early_aborts) > self._limits.max_remembered_aborts:
-                self._early_aborts.popitem(last=False)
-        elif live.client is client:
+        reader = self._requests.reader(request_id)
+        if reader is None:
+            self._requests.remember_abort(request_id)
+        elif reader == client.client_id:  # not somebody else's
             self._end(request_id)
 
     def _closed(self, channel: Channel, reason: str) -> None:
@@ -380,23 +352,19 @@ class StreamServer:
 
     def _leave(self, client: _Client) -> None:
         """Nobody reads this client's tokens any more."""
-        for request_id in list(client.request_ids):
+        if client.client_id is None or self._clients.get(client.client_id) is not client:
+            return
+        del self._clients[client.client_id]
+        for request_id in self._requests.of(client.client_id):
             self._end(request_id)
-        if client.client_id is not None and self._clients.get(client.client_id) is client:
-            del self._clients[client.client_id]
 
     # ---- shared
 
     def _end(self, request_id: RequestId) -> None:
         """Aborts in the engine; chunks that still come are dropped."""
         assert self._engine is not None
-        self._forget(request_id)
+        self._requests.remove(request_id)
         self._engine.abort(request_id)
-
-    def _forget(self, request_id: RequestId) -> None:
-        live = self._requests.pop(request_id, None)
-        if live is not None:
-            live.client.request_ids.discard(request_id)
 
     def _snapshot(self) -> bytes:
         parts = self._blocks.parts(self._limits.snapshot_part_blocks)
