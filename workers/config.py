@@ -38,6 +38,7 @@ class ScheduleConfig:
     max_running: int = 128  # sequences with blocks at the same time
     max_prefill_chunk: int | None = None  # most prompt tokens of one request in a step; None: the budget
     max_waiting: int = 2048  # requests in the queue; more are refused
+    expected_output_tokens: int = 128  # output length that memory is planned for until some requests have ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
