@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.dataplane.fakes import info, request
+from workers.hashing import BlockHash
+from workers.types import (
+    BlockEvent,
+    BlockEventKind,
+    FinishReason,
+    GenerateRequest,
+    GroupStats,
+    RequestId,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprob,
+)
+from workers.wire import (
+    MAX_FRAME_BYTES,
+    Abort,
+    Accepted,
+    Challenge,
+    Chunks,
+    Events,
+    FrameReader,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Resync,
+    Snapshot,
+    Stats,
+    Submit,
+    Welcome,
+    WireError,
+    encode,
+    hello_mac,
+    is_same_mac,
+    welcome_mac,
+)
+
+FULL_REQUEST = GenerateRequest(
+    request_id=RequestId("r1"),
+    prompt_token_ids=(0, 1, 151_935),
+    sampling=SamplingParams(
+        max_tokens=5,
+        temperature=0.0,
+        logit_bias=((7, -100.0), (8, 0.5)),
+        seed=-(2**63),
+        stop_token_ids=(2, 3),
+        num_logprobs=0,
+    ),
+    num_choices=2,
+    cache_salt="tenant é",
+    priority=-3,
+)
+FULL_CHUNK = TokenChunk(
+    request_id=RequestId("r1"),
+    choice=1,
+    token_ids=(9,),
+    logprobs=(TokenLogprob(token_id=9, logprob=-0.1, top=((9, -0.1), (4, -9999.0))),),
+    prompt_logprobs=(None, TokenLogprob(token_id=1, logprob=-1.5)),
+    num_cached_tokens=16,
+    finish_reason=FinishReason.STOP,
+    stop_token_id=9,
+)
+ONE_OF_EACH: list[Message] = [
+    Challenge(nonce=b"n" * 32),
+    Hello(client_id="router", nonce=b"m" * 32, mac=b"x" * 32, subscribes=True),
+    Welcome(info=info(), mac=b"y" * 32),
+    Snapshot(number=7, block_hashes=(BlockHash(b"h" * 16),), is_last=True),
+    Events(events=(BlockEvent(number=8, kind=BlockEventKind.CLEARED),)),
+    Stats(stats=GroupStats(num_running=3, step_seconds=0.02)),
+    Chunks(chunks=(FULL_CHUNK,)),
+    Submit(client_id="router", request=FULL_REQUEST),
+    Accepted(request_id=RequestId("r1")),
+    Refused(request_id=RequestId("r1"), code="aborted", message="too late"),
+    Abort(request_id=RequestId("r1")),
+    Ping(),
+    Pong(),
+    Goodbye(reason="rank 1 died"),
+    Resync(),
+]
+
+
+def test_every_kind_of_message_arrives_as_it_was_sent() -> None:
+    data = b"".join(encode(message) for message in ONE_OF_EACH)
+    assert list(FrameReader(MAX_FRAME_BYTES).feed(data)) == ONE_OF_EACH
+
+
+def test_frame_layout() -> None:
+    # Golden: routers and groups of two builds talk to each other during a rolling update.
+    assert encode(Abort(request_id=RequestId("r1"))) == b"\x10\x00\x00\x00\x0a\x81\xaarequest_id\xa2r1"
+    assert encode(Ping()) == b"\x02\x00\x00\x00\x0b\x80"
+
+
+@given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=200))
+@settings(max_examples=50, deadline=None)
+def test_any_cut_of_the_stream_gives_the_same_messages(cuts: list[int]) -> None:
+    data = b"".join(encode(message) for message in ONE_OF_EACH)
+    reader, seen, start = FrameReader(MAX_FRAME_BYTES), [], 0
+    for size in [*cuts, len(data)]:
+        seen += list(reader.feed(data[start : start + size]))
+        start += size
+    assert seen == ONE_OF_EACH
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x00\x00\x00\x00", "frame of 0 bytes"),
+        (b"GET / HTTP/1.1\r\n\r\n", "frame of 542393671 bytes"),
+        (b"\x01\x00\x00\x00\xff", "unknown kind 255"),
+        (b"\x02\x00\x00\x00\x0a\xc1", "malformed Abort"),
+        (b"\x02\x00\x00\x00\x0a\x80", "malformed Abort"),  # a field is missing
+        (b"\x02\x00\x00\x00\x06\x93", "malformed Chunks"),  # cut in the middle
+        (b"\x10\x00\x00\x00\x0a\x81\xaarequest_id\xa2\xff\xff", "malformed Abort"),  # not UTF-8
+    ],
+)
+def test_garbage_is_a_wire_error(data: bytes, message: str) -> None:
+    with pytest.raises(WireError, match=message):
+        list(FrameReader(MAX_FRAME_BYTES).feed(data))
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_end_in_a_message_or_a_wire_error(data: bytes) -> None:
+    reader = FrameReader(1000)
+    try:
+        for message in reader.feed(data):
+            assert isinstance(message, Message)
+    except WireError:
+        pass
+
+
+@given(kind=st.integers(0, 20), body=st.binary(max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_random_bodies_end_in_a_message_or_a_wire_error(kind: int, body: bytes) -> None:
+    frame = (len(body) + 1).to_bytes(4, "little") + bytes([kind]) + body
+    try:
+        assert len(list(FrameReader(1000).feed(frame))) == 1
+    except WireError:
+        pass
+
+
+def test_deep_nesting_is_a_wire_error() -> None:
+    body = b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"  # an unknown field that must be skipped
+    frame = (len(body) + 1).to_bytes(4, "little") + b"\x0a" + body
+    with pytest.raises(WireError):
+        list(FrameReader(MAX_FRAME_BYTES).feed(frame))
+
+
+def test_oversized_frames_are_neither_sent_nor_awaited() -> None:
+    with pytest.raises(WireError, match="the limit is 100"):
+        encode(Submit(client_id="r", request=request("r", range(200))), max_frame_bytes=100)
+    reader = FrameReader(100)
+    with pytest.raises(WireError, match="frame of 101 bytes"):
+        list(reader.feed((101).to_bytes(4, "little")))  # before any of its body has come
+
+
+def test_what_msgpack_cannot_hold_is_a_wire_error() -> None:
+    salted = GenerateRequest(
+        request_id=RequestId("r"),
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(max_tokens=1),
+        cache_salt="\ud800",
+    )
+    with pytest.raises(WireError, match="cannot be written"):
+        encode(Submit(client_id="c", request=salted))
+
+
+def test_macs_depend_on_every_part_and_on_the_side() -> None:
+    parts = (b"secret", b"server", b"client", "name")
+    macs = {
+        hello_mac(*parts),
+        welcome_mac(*parts),
+        hello_mac(b"other", b"server", b"client", "name"),
+        hello_mac(b"secret", b"serverc", b"lient", "name"),
+        hello_mac(b"secret", b"server", b"client", "nama"),
+    }
+    assert len(macs) == 5
+    assert is_same_mac(hello_mac(*parts), hello_mac(*parts))
+    assert not is_same_mac(hello_mac(*parts), b"")
+    with pytest.raises(ValueError, match="secret is empty"):
+        hello_mac(b"", b"server", b"client", "name")
