@@ -32,7 +32,7 @@ def adjust(row: torch.Tensor, task: SampleTask) -> None:
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.fromiter(chain(task.prompt_token_ids, task.output_token_ids), dtype=np.int64))
         ids = torch.from_numpy(seen).to(row.device)
-        scores, penalty = row[ids], params.repetition_penalty
+        scores, penalty = row[ids].double(), params.repetition_penalty
         _put(row, ids, torch.where(scores < 0, scores * penalty, scores / penalty))
     if _has_output_penalty(params) and task.output_token_ids:
         written, times = np.unique(np.fromiter(task.output_token_ids, dtype=np.int64), return_counts=True)
@@ -53,4 +53,4 @@ def _has_output_penalty(params: SamplingParams) -> bool:
 
 def _put(row: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> None:
     """Extreme penalties must not reach infinity: it would make the whole row not a number."""
-    row[ids] = scores.clamp(-_LARGEST, _LARGEST)
+    row[ids] = scores.clamp(-_LARGEST, _LARGEST).float()

@@ -18,9 +18,9 @@ def build_batch(
     """
     lens, starts, counts = arrays.lens, arrays.starts, arrays.block_counts
     num_slices = len(lens)
-    _check_range("block", arrays.blocks, num_blocks)
-    _check_range("token id", arrays.token_ids, vocab_size)
-    _check_range("logit row", arrays.logit_rows, len(arrays.token_ids))
+    check_range("block", arrays.blocks, num_blocks)
+    check_range("token id", arrays.token_ids, vocab_size)
+    check_range("logit row", arrays.logit_rows, len(arrays.token_ids))
     context_lens = starts + lens
     if bool((lens < 1).any() or (starts < 0).any() or (counts * block_size < context_lens).any()):
         raise ValueError(f"step with lengths {lens}, starts {starts}, block counts {counts}")
@@ -50,6 +50,7 @@ def build_batch(
     )
 
 
-def _check_range(what: str, values: np.ndarray[tuple[int, ...], np.dtype[np.int32]], limit: int) -> None:
+def check_range(what: str, values: np.ndarray[tuple[int, ...], np.dtype[np.int32]], limit: int) -> None:
+    """Raises ValueError unless all values are in 0 .. limit - 1."""
     if len(values) and not (int(values.min()) >= 0 and int(values.max()) < limit):
         raise ValueError(f"step with a {what} outside 0 .. {limit - 1}: {values.min()} .. {values.max()}")

@@ -9,8 +9,10 @@ place, and rows without filters need no sort.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 _BLOCK = 128  # ids that are summed before the cumulative sum
@@ -26,8 +28,8 @@ class Draw:
     min_p: float  # < 1
     uniform: float  # in [0, 1)
 
-    def has_filter(self, vocab_size: int) -> bool:
-        return 0 < self.top_k < vocab_size or self.top_p < 1.0 or self.min_p > 0.0
+
+_Method = Callable[[torch.Tensor, list[Draw]], torch.Tensor]
 
 
 def best_ids(logits: torch.Tensor) -> torch.Tensor:
@@ -50,21 +52,87 @@ def best_ids(logits: torch.Tensor) -> torch.Tensor:
 
 def draw_ids(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     """(R, V) -> (R,): an id per row. Reads logits only; each row must have a finite largest logit."""
+    ids = torch.zeros(len(draws), dtype=torch.int64, device=logits.device)
     vocab_size = logits.shape[1]
-    temperature = _column([draw.temperature for draw in draws], logits, torch.float32)
-    relative = logits - logits.amax(-1, keepdim=True)
-    weights = (relative / temperature).exp_()  # (R, V), 1 at the best id
-    uniform = _column([draw.uniform for draw in draws], logits, torch.float64)
-    filtered = [row for row, draw in enumerate(draws) if draw.has_filter(vocab_size)]
-    if not filtered:
-        return _invert(weights, uniform)
-    if len(filtered) == len(draws):
-        return _draw_filtered(relative, weights, uniform, draws)
-    ids = _invert(weights, uniform)
-    chosen = torch.tensor(filtered, device=logits.device)
-    some = [draws[row] for row in filtered]
-    ids[chosen] = _draw_filtered(relative[chosen], weights[chosen], uniform[chosen], some)
+    by_method: dict[_Method, list[int]] = {}
+    for row, draw in enumerate(draws):
+        by_method.setdefault(_method(draw, vocab_size), []).append(row)
+    for method, rows in by_method.items():
+        if len(rows) == len(draws):
+            return method(logits, draws)
+        chosen = torch.tensor(rows, device=logits.device)
+        ids[chosen] = method(logits[chosen], [draws[row] for row in rows])
     return ids
+
+
+def _method(draw: Draw, vocab_size: int) -> _Method:
+    if 0 < draw.top_k < vocab_size:
+        return _draw_of_best
+    return _draw_of_heaviest if draw.top_p < 1.0 or draw.min_p > 0.0 else _draw_of_all
+
+
+def _draw_of_all(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    return _invert(_weights(logits, draws), _uniforms(draws, logits))
+
+
+def _draw_of_best(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """Rows with top-k: only the k best ids are looked at."""
+    limit = max(draw.top_k for draw in draws)
+    top_k = _column([draw.top_k for draw in draws], logits, torch.int64)
+    scores, ids = logits.topk(min(limit + 1, logits.shape[1]), dim=-1)
+    least = scores.gather(1, top_k - 1)
+    if scores.shape[1] > limit and bool((least == scores[:, -1:]).any()):
+        # Ids that tie with the last one kept go on beyond what topk returned, and it may take any of them.
+        ids, scores = _compact(logits >= least, logits)
+    else:
+        ids, order = ids.sort(dim=-1)
+        scores = scores.gather(1, order)
+    return _draw_of_candidates(ids, scores, None, draws)
+
+
+def _draw_of_heaviest(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """Rows with top-p or min-p but no top-k: only ids that are heavy enough to be kept are sorted.
+
+    All ids lighter than (1 - top_p) total / V have less than 1 - top_p of the mass together: the others
+    reach top_p without them.
+    """
+    weights = _weights(logits, draws)
+    total = _block_sums(weights).cumsum(-1)[:, -1:]  # (R, 1)
+    light = _column([(1.0 - draw.top_p) / logits.shape[1] for draw in draws], logits, torch.float64) * total
+    least = torch.maximum(light, _column([draw.min_p for draw in draws], logits, torch.float64))
+    ids, scores = _compact(weights >= (0.999 * least).float(), logits)  # a margin for rounding
+    return _draw_of_candidates(ids, scores, total, draws)
+
+
+def _draw_of_candidates(
+    ids: torch.Tensor, scores: torch.Tensor, total: torch.Tensor | None, draws: list[Draw]
+) -> torch.Tensor:
+    """Filters and draws. ids, scores (R, C) in the order of ids, empty places at the end with score -inf.
+
+    total (R, 1): mass of the whole row, 1 for the best id; None: of the k best candidates.
+    """
+    top_k = _column([draw.top_k or ids.shape[1] for draw in draws], scores, torch.int64)
+    top_p = _column([draw.top_p for draw in draws], scores, torch.float64)
+    min_p = _column([draw.min_p for draw in draws], scores, torch.float64)
+    temperature = _column([draw.temperature for draw in draws], scores, torch.float64)
+    mass = ((scores - scores.amax(-1, keepdim=True)).double() / temperature).exp()
+    order = scores.argsort(stable=True, dim=-1, descending=True)
+    sorted_mass = mass.gather(1, order)
+    kept = torch.arange(ids.shape[1], device=ids.device) < top_k
+    ends = (sorted_mass * kept).cumsum(-1)
+    kept &= (ends - sorted_mass < top_p * (ends[:, -1:] if total is None else total)) | (top_p >= 1.0)
+    kept &= sorted_mass >= min_p
+    kept[:, 0] = True  # the best id is never filtered
+    left = mass * torch.zeros_like(kept).scatter_(1, order, kept)
+    ends = left.cumsum(-1)
+    at = (ends <= _uniforms(draws, scores) * ends[:, -1:]).sum(-1, keepdim=True)
+    return ids.gather(1, at)[:, 0]
+
+
+def _weights(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """(R, V): probabilities after temperature, relative to the best id's."""
+    temperature = _column([draw.temperature for draw in draws], logits, torch.float32)
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_()
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -91,66 +159,26 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=1).double()
 
 
-def _draw_filtered(
-    relative: torch.Tensor, weights: torch.Tensor, uniform: torch.Tensor, draws: list[Draw]
-) -> torch.Tensor:
-    """relative, weights (R, V); uniform (R, 1) -> (R,)."""
-    vocab_size = weights.shape[1]
-    total = _block_sums(weights).cumsum(-1)[:, -1:]  # (R, 1)
-    top_k = _column([draw.top_k or vocab_size for draw in draws], weights, torch.int64)
-    top_p = _column([draw.top_p for draw in draws], weights, torch.float64)
-    min_p = _column([draw.min_p for draw in draws], weights, torch.float64)
-    is_candidate = weights >= _least_weight(draws, vocab_size, total)
-    limit = max((draw.top_k for draw in draws if draw.top_k < vocab_size), default=0)
-    if limit:
-        best = relative.topk(limit, dim=-1).values  # (R, limit), descending
-        least = best.gather(1, (top_k - 1).clamp(max=limit - 1))
-        is_candidate &= (relative >= least) | (top_k >= vocab_size)
-    ids, scores, mass = _compact(is_candidate, relative, weights)
-    order = scores.argsort(stable=True, dim=-1, descending=True)
-    sorted_mass = mass.gather(1, order)
-    kept = torch.arange(mass.shape[1], device=mass.device) < top_k
-    ends = (sorted_mass * kept).cumsum(-1)
-    whole = torch.where(top_k < vocab_size, ends[:, -1:], total)
-    kept &= (ends - sorted_mass < top_p * whole) | (top_p >= 1.0)
-    kept &= sorted_mass >= min_p
-    kept[:, 0] = True  # the best id is never filtered
-    left = mass * torch.zeros_like(kept).scatter_(1, order, kept)
-    left_ends = left.cumsum(-1)
-    at = (left_ends <= uniform * left_ends[:, -1:]).sum(-1, keepdim=True)
-    return ids.gather(1, at)[:, 0]
-
-
-def _least_weight(draws: list[Draw], vocab_size: int, total: torch.Tensor) -> torch.Tensor:
-    """(R, 1) float32: a weight below which no id can be kept, so that few are left to sort.
-
-    All ids lighter than (1 - top_p) total / V have less than 1 - top_p of the mass together: the others
-    reach top_p without them. With top-k the whole mass is another one, and top-k itself leaves few.
-    """
-    share = [0.0 if 0 < draw.top_k < vocab_size else (1.0 - draw.top_p) / vocab_size for draw in draws]
-    by_mass = _column(share, total, torch.float64) * total
-    by_best = _column([draw.min_p for draw in draws], total, torch.float64)
-    return (torch.maximum(by_mass, by_best) * 0.999).float()  # a margin for rounding: it only saves work
-
-
-def _compact(
-    is_candidate: torch.Tensor, relative: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Candidates of each row moved to the left, in the order of ids: ids, scores, mass, each (R, C).
-
-    Places without a candidate have id 0, score -inf and mass 0.
-    """
-    rows, columns = is_candidate.nonzero(as_tuple=True)
-    counts = torch.bincount(rows, minlength=is_candidate.shape[0])
-    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    shape = (is_candidate.shape[0], int(counts.max()))
+def _compact(is_candidate: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, V) -> ids and scores (R, C): candidates moved to the left, in the order of ids."""
+    flat = is_candidate.view(-1)
+    if flat.device.type == "cpu":  # numpy is several times faster at this
+        places = torch.from_numpy(np.flatnonzero(flat.numpy()))
+    else:
+        places = flat.nonzero()[:, 0]
+    rows = places // logits.shape[1]
+    counts = torch.bincount(rows, minlength=logits.shape[0])
+    columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    shape = (logits.shape[0], int(counts.max()))
     ids = rows.new_zeros(shape)
-    scores = relative.new_full(shape, float("-inf"))
-    mass = relative.new_zeros(shape, dtype=torch.float64)
-    ids[rows, place] = columns
-    scores[rows, place] = relative[rows, columns]
-    mass[rows, place] = weights[rows, columns].double()
-    return ids, scores, mass
+    scores = logits.new_full(shape, float("-inf"))
+    ids[rows, columns] = places % logits.shape[1]
+    scores[rows, columns] = logits.reshape(-1)[places]
+    return ids, scores
+
+
+def _uniforms(draws: list[Draw], like: torch.Tensor) -> torch.Tensor:
+    return _column([draw.uniform for draw in draws], like, torch.float64)
 
 
 def _column(values: list[float] | list[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

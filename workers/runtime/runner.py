@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from workers.model.decoder import Decoder
-from workers.runtime.batch import build_batch
+from workers.runtime.batch import build_batch, check_range
 from workers.runtime.step_codec import StepArrays
 
 
@@ -37,6 +38,9 @@ class ModelRunner:
 
     def run(self, arrays: StepArrays) -> torch.Tensor | None:
         """Logits (R, vocabulary) float32 on rank 0, None elsewhere."""
+        if len(arrays.zero_blocks):
+            check_range("block to zero", arrays.zero_blocks, self.num_blocks)
+            self._pool[torch.from_numpy(arrays.zero_blocks.astype(np.int64)).to(self._device)] = 0
         batch = build_batch(
             arrays,
             block_size=self.block_size,

@@ -14,6 +14,7 @@ from workers.runtime.philox import uniform
 from workers.types import SamplingParams, TokenLogprob
 
 GREEDY_BELOW = 1e-5  # temperature
+_ELEMENTS_AT_ONCE = 1 << 18  # logits copied and worked on in one go: 1 MiB stays in the cache of a core
 
 
 def sample(logits: torch.Tensor, tasks: Sequence[SampleTask]) -> list[Sampled | None]:
@@ -24,11 +25,13 @@ def sample(logits: torch.Tensor, tasks: Sequence[SampleTask]) -> list[Sampled | 
     finite = finite_rows(logits)
     ids = [0] * len(tasks)
     plain = [row for row, task in enumerate(tasks) if is_greedy(task.params) and not is_adjusted(task)]
-    other = [row for row in range(len(tasks)) if row not in set(plain)]
+    set_apart = set(plain)
+    other = [row for row in range(len(tasks)) if finite[row] and row not in set_apart]
     if plain:
         _put(ids, plain, best_ids(_rows(logits, plain)))
-    if other:
-        _choose_adjusted(logits, tasks, [row for row in other if finite[row]], ids)
+    at_once = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
+    for start in range(0, len(other), at_once):
+        _choose_adjusted(logits, tasks, other[start : start + at_once], ids)
     logprobs = _logprobs(logits, tasks, ids)
     return [
         Sampled(token_id=ids[row], logprob=logprobs.get(row)) if finite[row] else None
@@ -46,9 +49,7 @@ def is_greedy(params: SamplingParams) -> bool:
 def _choose_adjusted(
     logits: torch.Tensor, tasks: Sequence[SampleTask], rows: list[int], ids: list[int]
 ) -> None:
-    """Fills in the ids of rows that have adjustments or chance."""
-    if not rows:
-        return
+    """Fills in the ids of some rows that have adjustments or chance."""
     changed = logits[torch.tensor(rows, device=logits.device)]  # a copy
     for place, row in enumerate(rows):
         if is_adjusted(tasks[row]):

@@ -1,8 +1,8 @@
 """A step as flat int32 arrays: what followers need of a plan, and how it travels.
 
-Message: header (S, total tokens, total block entries, R), then S lengths, S start positions, S block counts,
-token ids, block entries, R logit rows; all int32, little-endian on every machine we run on. Sampling and
-targets stay on rank 0.
+Message: header (S, total tokens, total block entries, R, Z), then S lengths, S start positions, S block
+counts, token ids, block entries, R logit rows, Z blocks to zero; all int32, little-endian on every machine
+we run on. Sampling and targets stay on rank 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.engine.step import StepPlan
 from workers.runtime.frames import ProtocolError
 
 Ints = npt.NDArray[np.int32]
-_HEADER_INTS = 4
+_HEADER_INTS = 5
 MAX_LOGIT_ROWS = 512  # logits of more rows (prompt scoring) are made in several passes, to bound their memory
 assert sys.byteorder == "little" and array("i").itemsize == 4
 
@@ -33,6 +33,7 @@ class StepArrays:
     token_ids: Ints  # (sum of lens,)
     blocks: Ints  # (sum of block_counts,)
     logit_rows: Ints  # (R,) rows of the step whose logits are wanted
+    zero_blocks: Ints  # (Z,) blocks to fill with zeros before anything is written
 
     def passes(self, max_rows: int = MAX_LOGIT_ROWS) -> list[StepArrays]:
         """The same step with at most `max_rows` logit rows at a time.
@@ -42,7 +43,14 @@ class StepArrays:
         if len(self.logit_rows) <= max_rows:
             return [self]
         cuts = range(0, len(self.logit_rows), max_rows)
-        return [replace(self, logit_rows=self.logit_rows[cut : cut + max_rows]) for cut in cuts]
+        return [
+            replace(
+                self,
+                logit_rows=self.logit_rows[cut : cut + max_rows],
+                zero_blocks=self.zero_blocks if cut == 0 else self.zero_blocks[:0],
+            )
+            for cut in cuts
+        ]
 
 
 def arrays_of(plan: StepPlan, block_size: int) -> StepArrays:
@@ -70,12 +78,19 @@ def arrays_of(plan: StepPlan, block_size: int) -> StepArrays:
         token_ids=_ints(token_ids),
         blocks=_ints(blocks),
         logit_rows=_ints(rows),
+        zero_blocks=_ints(array("i", plan.zero_blocks)),
     )
 
 
 def encode(arrays: StepArrays) -> bytes:
     """The message of a step."""
-    sizes = (len(arrays.lens), len(arrays.token_ids), len(arrays.blocks), len(arrays.logit_rows))
+    sizes = (
+        len(arrays.lens),
+        len(arrays.token_ids),
+        len(arrays.blocks),
+        len(arrays.logit_rows),
+        len(arrays.zero_blocks),
+    )
     parts = (
         np.array(sizes, dtype=np.int32),
         arrays.lens,
@@ -84,6 +99,7 @@ def encode(arrays: StepArrays) -> bytes:
         arrays.token_ids,
         arrays.blocks,
         arrays.logit_rows,
+        arrays.zero_blocks,
     )
     return np.concatenate(parts).tobytes()
 
@@ -93,8 +109,8 @@ def decode(body: bytes) -> StepArrays:
     if len(body) % 4 or len(body) < 4 * _HEADER_INTS:
         raise ProtocolError(f"a step of {len(body)} bytes")
     values = np.frombuffer(body, dtype=np.int32)
-    num_slices, num_tokens, num_entries, num_rows = values[:_HEADER_INTS].tolist()
-    sizes = (num_slices, num_slices, num_slices, num_tokens, num_entries, num_rows)
+    num_slices, num_tokens, num_entries, num_rows, num_zeros = values[:_HEADER_INTS].tolist()
+    sizes = (num_slices, num_slices, num_slices, num_tokens, num_entries, num_rows, num_zeros)
     if min(sizes) < 0 or _HEADER_INTS + sum(sizes) != len(values):
         raise ProtocolError(f"a step of {len(values)} integers says its parts are {sizes}")
     parts = np.split(values, np.cumsum((_HEADER_INTS, *sizes))[:-1])[1:]
@@ -105,6 +121,7 @@ def decode(body: bytes) -> StepArrays:
         token_ids=parts[3],
         blocks=parts[4],
         logit_rows=parts[5],
+        zero_blocks=parts[6],
     )
     if int(arrays.lens.sum()) != num_tokens or int(arrays.block_counts.sum()) != num_entries:
         raise ProtocolError("a step whose lengths do not add up")
