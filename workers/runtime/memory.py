@@ -10,7 +10,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
     """Memory that this process can still take without swapping: the least of machine and container."""
-    return min(_machine_bytes(meminfo), *_container_bytes(cgroup))
+    return min([_machine_bytes(meminfo), *_container_bytes(cgroup)])
 
 
 def _machine_bytes(meminfo: Path) -> int:
