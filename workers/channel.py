@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from workers.types import GroupInfo
 from workers.wire import (
@@ -100,8 +101,8 @@ class Channel(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Not asserted: the transports of uvloop, on which Ray's processes run, are no asyncio.Transport.
+        self._transport = cast(asyncio.Transport, transport)
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
