@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -28,6 +29,7 @@ import httpx
 from cluster.serve_api import ServeApi, ServeApiError, read_token, token_path
 
 _MARK = "TANDEM_CLUSTER_MARK"
+_EXCEPTION = "\0"  # marks a line as the end of a trace
 _HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
 
 
@@ -164,7 +166,7 @@ def wait_ready(
                 raise LaunchError("the Ray cluster ended while the application started")
             status, message = _application_status(api, application)
             if status in ("DEPLOY_FAILED", "UNHEALTHY") and message:
-                raise LaunchError(f"deployment failed: {message}")
+                raise LaunchError(f"deployment failed: {plain_message(message)}")
             if message != last:
                 last = message
                 report(Progress("deploy", message))
@@ -248,6 +250,24 @@ def _application_status(api: ServeApi, application: str) -> tuple[str, str]:
         running = sum(replica.get("state") == "RUNNING" for replica in replicas)
         counts.append(f"{name} {running}/{deployment.get('target_num_replicas', len(replicas))}")
     return status, ", ".join(counts) or "building the application"
+
+
+def plain_message(message: str) -> str:
+    """Serve's message without the traces of Python calls: for each of them its last line, the exception."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", message)
+    kept: list[str] = []
+    is_trace = False
+    for line in text.splitlines():
+        if line.startswith("Traceback ") or re.match(r"(\x1b\[\d+m)?ray::", line):
+            is_trace = True
+        elif not is_trace:
+            kept.append(line)
+        elif line and not line.startswith((" ", "During handling", "The above exception")):
+            # the last one of a chain of exceptions is what its reader needs
+            if kept and kept[-1].startswith(_EXCEPTION):
+                kept.pop()
+            kept.append(_EXCEPTION + re.sub(r"^(\w+\.)+(?=\w+:)", "", line))
+    return "\n".join(line.removeprefix(_EXCEPTION) for line in kept if line.strip())
 
 
 def _marked_processes(mark: str) -> Iterator[int]:

@@ -82,7 +82,8 @@ class WorkerGroup:
             reason = self._start_error(error)
             await self._ranks.end()
             await self._lease.stop()
-            raise GroupFailure(reason) from error
+            _log.exception("group %s did not start", entry.group_id)
+            raise GroupFailure(reason) from None  # what Serve shows is this sentence
         self._watch = asyncio.create_task(self._watch_ranks())
 
     async def submit(
