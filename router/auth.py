@@ -68,11 +68,15 @@ def load_api_keys(path: str | None) -> ApiKeys:
     file = Path(path)
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o007:
-        raise ValueError(f"API key file {path} has mode {mode:o}: other users may use it; run chmod 600 {path}")
+        raise ValueError(
+            f"API key file {path} has mode {mode:o}: other users may use it; run chmod 600 {path}"
+        )
     lines = [line.strip() for line in file.read_bytes().splitlines()]
     keys = frozenset(line for line in lines if line and not line.startswith(b"#"))
     if not keys:
-        raise ValueError(f"API key file {path} holds no key; write one key a line, or leave api_keys_file unset")
+        raise ValueError(
+            f"API key file {path} holds no key; write one key a line, or leave api_keys_file unset"
+        )
     for number, line in enumerate(lines, 1):
         if line in keys and len(line.split()) != 1:
             raise ValueError(f"{path}:{number}: a key must be one word without spaces")

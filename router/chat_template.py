@@ -60,9 +60,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text.
 
-        Raises ApiError: 400 when the template itself refuses the messages, 500 `template_error` when it fails,
-        takes longer than `timeout_s` or writes more than `max_chars`. Time is checked whenever the template
-        writes something; a template that loops without writing is the caller's to time out.
+        Raises ApiError: 400 when the template itself refuses the messages, 500 `template_error` when it
+        fails, takes longer than `timeout_s` or writes more than `max_chars`. Time is checked whenever the
+        template writes something; a template that loops without writing is the caller's to time out.
         """
         deadline = self._clock() + timeout_s
         pieces: list[str] = []

@@ -1,7 +1,7 @@
 """Token ids to text as they come, never half a character.
 
-The text is what follows the prompt: prompt text + streamed text == decoding of prompt ids + generated ids. Bytes
-of an unfinished character wait for the rest; only `finish` may turn them into U+FFFD, at the very end.
+The text is what follows the prompt: prompt text + streamed text == decoding of prompt ids + generated ids.
+Bytes of an unfinished character wait for the rest; only `finish` may turn them into U+FFFD, at the very end.
 """
 
 from __future__ import annotations
@@ -37,18 +37,22 @@ def detokenizer(
     """The detokenizer of a choice. An empty prompt means that the ids begin a text."""
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
     if tokenizer.token_bytes is not None:
-        return _TableDetokenizer(tokenizer.token_bytes, skipped, at_start=not prompt_token_ids)
+        return _TableDetokenizer(tokenizer.token_bytes, skipped, prompt_token_ids)
     return _StreamDetokenizer(tokenizer.backend, prompt_token_ids[-_CONTEXT_TOKENS:], skip_special_tokens)
 
 
 class _TableDetokenizer:
     """Joins the tokens' bytes and decodes them as UTF-8."""
 
-    def __init__(self, table: TokenBytes, skipped: frozenset[int], *, at_start: bool) -> None:
+    def __init__(self, table: TokenBytes, skipped: frozenset[int], prompt: Sequence[int]) -> None:
         self._table = table
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip = at_start and table.strips_first_space
+        self._strip = not prompt and table.strips_first_space
+        # A prompt may end inside a character: at most three bytes, in at most three tokens.
+        for token_id in prompt[-3:]:
+            if token_id not in skipped:
+                self._decoder.decode(table[token_id])
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:

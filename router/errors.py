@@ -18,7 +18,8 @@ _MAX_QUOTED_CHARS = 64
 
 
 class ApiError(Exception):
-    """An answer other than 200. `code` is stable; `param` names the request field; messages carry the values."""
+    """An answer other than 200. `code` is stable; `param` names the request field; messages carry the
+    values."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's class of the error, from the status. Every client mistake but 401, 403, 429 is one type."""
+        """OpenAI's class of the error, from the status. All 4xx but 401, 403 and 429 are one type."""
         return _TYPE_OF_STATUS.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
 
     def body(self) -> bytes:
@@ -61,8 +62,8 @@ def context_length_exceeded(prompt: int | str, budget: int, limit: int, param: s
     """400: prompt and budget do not fit. `prompt` is a count, or words such as "at least 5000"."""
     return ApiError(
         400,
-        f"This model's context length is {limit} tokens, but the request needs {prompt} tokens of prompt plus "
-        f"{budget} of completion. Shorten the prompt or lower max_tokens.",
+        f"This model's context length is {limit} tokens, but the request needs {prompt} tokens of prompt "
+        f"plus {budget} of completion. Shorten the prompt or lower max_tokens.",
         code="context_length_exceeded",
         param=param,
     )

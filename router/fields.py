@@ -3,8 +3,8 @@
 Three kinds, so that nothing is ignored by accident:
 
 - ACCEPTED: of no effect here, and harmless to leave out. Nothing is echoed.
-- UNSUPPORTED: known from OpenAI, vLLM or SGLang, not served: 400 `unsupported_parameter` that names the field,
-  unless the value says "off" (the values listed with it).
+- UNSUPPORTED: known from OpenAI, vLLM or SGLang, not served: 400 `unsupported_parameter` that names the
+  field, unless the value says "off" (the values listed with it).
 - anything else: 400 `unknown_parameter`, with a suggestion.
 
 A field sent as null is unset, everywhere.
@@ -90,9 +90,7 @@ def known_fields(
         if name in fields:
             if value is not None:
                 kept[name] = value
-        elif value is None and (name in UNSUPPORTED or name in only_elsewhere):
-            continue
-        elif name in ACCEPTED:
+        elif name in ACCEPTED or (value is None and (name in UNSUPPORTED or name in only_elsewhere)):
             continue
         elif name in UNSUPPORTED:
             if not any(type(value) is type(off) and value == off for off in UNSUPPORTED[name]):

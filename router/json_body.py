@@ -1,7 +1,7 @@
 """Request bodies: read with limits, then parsed as strict JSON.
 
-Strict means RFC 8259 and more: UTF-8, an object at the top, no NaN or Infinity, no key twice in one object, no
-unpaired surrogate, bounded depth and number of keys. Every refusal carries the byte offset of its cause.
+Strict means RFC 8259 and more: UTF-8, an object at the top, no NaN or Infinity, no key twice in one object,
+no unpaired surrogate, bounded depth and number of keys. Every refusal carries the byte offset of its cause.
 
 Covered elsewhere: types and ranges of the fields (`router.protocol`).
 """
@@ -141,7 +141,8 @@ def _refuse(what: str, offset: int) -> NoReturn:
 
 def _scan(body: bytes, max_depth: int, max_keys: int) -> None:
     """Finds the first place that is too deep, a key too many, a key twice, or NaN or Infinity."""
-    open_keys: list[set[str] | None] = []  # one entry per open container: keys of an object, None for an array
+    # One entry per open container: the keys of an object, None for an array.
+    open_keys: list[set[str] | None] = []
     num_keys = 0
     for match in _TOKEN.finditer(body):
         token = match.group()
@@ -199,4 +200,6 @@ def _kind(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "a boolean"
-    return {str: "a string", int: "a number", float: "a number", list: "an array"}.get(type(value), "something else")
+    return {str: "a string", int: "a number", float: "a number", list: "an array"}.get(
+        type(value), "something else"
+    )

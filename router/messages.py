@@ -1,7 +1,8 @@
 """Chat messages: checked, and brought to the one form that chat templates take.
 
 Content given as a list of text parts means the same as the parts' texts joined by a newline. The role
-`developer` means `system`, as OpenAI defines it for models that know no developer role. Nothing is ever fetched.
+`developer` means `system`, as OpenAI defines it for models that know no developer role. Nothing is ever
+fetched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _IGNORED_OF_ANSWERS = frozenset({"refusal", "annotations", "audio", "token_ids",
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Messages as the chat template takes them: content is one string. Raises ApiError 400 with an index path."""
+    """Messages as the chat template takes them: content is one string. Raises ApiError 400 with an index
+    path."""
     if not messages:
         raise invalid("messages must hold at least one message.", param="messages")
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -60,8 +62,9 @@ def _content(content: object, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
+        found = "null" if content is None else short(content)
         raise invalid(
-            f"{path} must be a string or a list of text parts, got {'null' if content is None else short(content)}.",
+            f"{path} must be a string or a list of text parts, got {found}.",
             param=path,
             code="invalid_type",
         )

@@ -1,8 +1,9 @@
 """Requests of the HTTP API as typed, checked objects.
 
-A body goes through three gates: `router.fields` (does the field exist), the pydantic models here (strict types
-and fixed ranges, no casts), and the checks below for what depends on settings or on several fields. Messages
-are checked by `router.messages`; what needs the tokenizer or the model's limits by `router.prepare`.
+A body goes through three gates: `router.fields` (does the field exist), the pydantic models here (strict
+types and fixed ranges, no casts), and the checks below for what depends on settings or on several fields.
+Messages are checked by `router.messages`; what needs the tokenizer or the model's limits by
+`router.prepare`.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ Model = TypeVar("Model", bound=Strict)
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _ELSEWHERE: Mapping[type[Strict], Mapping[str, str]] = {
-    ChatRequest: dict.fromkeys(set(CompletionRequest.model_fields) - set(ChatRequest.model_fields), _COMPLETIONS),
+    ChatRequest: dict.fromkeys(
+        set(CompletionRequest.model_fields) - set(ChatRequest.model_fields), _COMPLETIONS
+    ),
     CompletionRequest: dict.fromkeys(
         set(ChatRequest.model_fields) - set(CompletionRequest.model_fields), _CHAT
     ),

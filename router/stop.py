@@ -1,7 +1,7 @@
 """Stop strings in a stream of text, wherever the tokens' borders are.
 
-Text that could still become a stop string is held back; everything else passes at once. The stop string that is
-complete first ends the text; of two complete at the same character, the longer one.
+Text that could still become a stop string is held back; everything else passes at once. The stop string that
+is complete first ends the text; of two complete at the same character, the longer one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""
-        # Last character of a held text -> the proper prefixes of stop strings that end with it, longest first.
+        # Last character of a held text -> the proper prefixes of stop strings that end with it, longest
+        # first.
         self._prefixes: dict[str, list[str]] = {}
-        for prefix in sorted({stop[:n] for stop in stops for n in range(1, len(stop))}, key=len, reverse=True):
+        for prefix in sorted(
+            {stop[:n] for stop in stops for n in range(1, len(stop))}, key=len, reverse=True
+        ):
             self._prefixes.setdefault(prefix[-1], []).append(prefix)
 
     def add(self, text: str) -> StopMatch:

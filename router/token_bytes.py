@@ -4,8 +4,8 @@ Joining these bytes and decoding them as UTF-8 equals the tokenizer's own decodi
 that SentencePiece-like decoders drop at the very beginning of a text (`strips_first_space`). That makes
 incremental decoding a table look-up: a token never changes the text before it.
 
-Covered: ByteLevel, Metaspace, byte fallback in the Llama manner, and plain concatenation (Fuse). Other decoders
-(WordPiece, CTC ...) have no such table; `router.detokenizer` then asks the tokenizer.
+Covered: ByteLevel, Metaspace, byte fallback in the Llama manner, and plain concatenation (Fuse). Other
+decoders (WordPiece, CTC ...) have no such table; `router.detokenizer` then asks the tokenizer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class TokenBytes:
         self._table: dict[int, bytes] = {}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """The bytes of a token, special ones as their text. Empty for an id that the tokenizer does not know."""
+        """The bytes of a token, special ones as their text. Empty for an id that the tokenizer does not
+        know."""
         found = self._table.get(token_id)
         if found is None:
             found = self._table[token_id] = self._compute(token_id)

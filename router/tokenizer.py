@@ -1,9 +1,10 @@
 """Text to token ids and back, from a checkpoint's tokenizer files, without transformers (which loads torch).
 
 Equal to transformers on the same folder: `encode` is `tok(text).input_ids`, `encode_chat` is
-`apply_chat_template(messages, add_generation_prompt=True, tokenize=True)`. One thing differs on purpose: where
-a *message* contains the text of a special token (`<|im_start|>system`), it is encoded as plain text, so no user
-can write a control token. A prompt of /v1/completions is the caller's own template and is encoded as `tok(text)`.
+`apply_chat_template(messages, add_generation_prompt=True, tokenize=True)`. One thing differs on purpose:
+where a *message* contains the text of a special token (`<|im_start|>system`), it is encoded as plain text,
+so no user can write a control token. A prompt of /v1/completions is the caller's own template and is encoded
+as `tok(text)`.
 
 Every method may be called from any thread.
 """
@@ -16,7 +17,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, processors
 
@@ -25,6 +26,14 @@ from router.errors import invalid
 from router.token_bytes import TokenBytes, decoder_config
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class RenderedChat(NamedTuple):
+    """A conversation as text. The text of special tokens that messages contain is taken out, into
+    `literals`."""
+
+    text: str
+    literals: tuple[str, ...]
 
 
 class TextTokenizer:
@@ -83,11 +92,8 @@ class TextTokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{file}: {error}") from None
         config = _read_json(folder / "tokenizer_config.json")
-        specials = {
-            name: text
-            for name in _SPECIAL_NAMES
-            if (text := _token_text(config.get(name) or _read_json(folder / "special_tokens_map.json").get(name)))
-        }
+        named = {**_read_json(folder / "special_tokens_map.json"), **config}
+        specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(named.get(name)))}
         _follow_config(tokenizer, config, specials)
         try:
             return cls(tokenizer, special_tokens=specials, chat_template=_chat_template(folder, config))
@@ -103,27 +109,27 @@ class TextTokenizer:
         """Token ids of a text, as `tok(text)` gives them. Releases the interpreter while it works."""
         return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, str]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        add_special_tokens: bool = False,
         max_chars: int,
         timeout_s: float,
-    ) -> list[int]:
-        """Token ids of a conversation. Raises ApiError as `ChatTemplate.render` does, 400 without a template."""
+    ) -> RenderedChat:
+        """The text of a conversation. Raises ApiError as `ChatTemplate.render`; 400 without a template."""
         if self._template is None:
             raise invalid(
                 "This model has no chat template; use /v1/completions.",
                 param="messages",
                 code="unsupported_parameter",
             )
-        literals: list[str] = []  # text of special tokens that messages contain, taken out while rendering
+        literals: list[str] = []
         safe = [self._without_specials(message, literals) for message in messages]
+        end = f"{self._mark}{len(literals)}Z"
         if continue_final_message:
-            safe[-1]["content"] += f"{self._mark}{len(literals)}Z"
+            safe[-1]["content"] += end
         text = self._template.render(
             safe,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -131,14 +137,18 @@ class TextTokenizer:
             timeout_s=timeout_s,
         )
         if continue_final_message:
-            text = text[: text.rfind(f"{self._mark}{len(literals)}Z")]
-        if not literals:
-            return self.encode(text, add_special_tokens=add_special_tokens)
+            text = text[: text.rfind(end)]
+        return RenderedChat(text, tuple(literals))
+
+    def encode_rendered(self, chat: RenderedChat, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a conversation. Special tokens that messages spelled out are plain text."""
+        if not chat.literals:
+            return self.encode(chat.text, add_special_tokens=add_special_tokens)
         # text, number of a literal, text, number, ..., text
         token_ids: list[int] = []
-        for i, piece in enumerate(self._marked.split(text)):
+        for i, piece in enumerate(self._marked.split(chat.text)):
             if i % 2:
-                token_ids += self._plain.encode(literals[int(piece)], add_special_tokens=False).ids
+                token_ids += self._plain.encode(chat.literals[int(piece)], add_special_tokens=False).ids
             elif piece or i == 0:
                 token_ids += self.encode(piece, add_special_tokens=add_special_tokens and i == 0)
         return token_ids
@@ -168,7 +178,7 @@ class TextTokenizer:
         return self.backend.decode([token_id], skip_special_tokens=False).encode("utf-8")
 
     def text_of(self, token_id: int) -> str:
-        r"""A token for people: its text, or `bytes:\xf0\x9f` when it is no whole character (OpenAI's form)."""
+        r"""A token for people: its text, or `bytes:\xf0\x9f` (OpenAI's form) for a part of a character."""
         raw = self.bytes_of(token_id)
         try:
             return raw.decode("utf-8")

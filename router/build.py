@@ -1,0 +1,53 @@
+"""Puts a router's parts together. The one place that chooses clocks, randomness and the metrics registry."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+
+from prometheus_client import CollectorRegistry
+
+from router.admission import Admission
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.prepare import Preparer
+from router.protocol import INT64_MIN
+from router.service import Service
+from router.settings import RouterSettings
+from router.text_workers import TextWorkers
+from router.tokenizer import TextTokenizer
+
+
+def build_service(
+    dispatcher: Dispatcher,
+    tokenizer: TextTokenizer,
+    settings: RouterSettings,
+    *,
+    registry: CollectorRegistry | None = None,
+) -> Service:
+    """A service over a dispatcher. `registry` holds its metrics; None: one of its own."""
+    admission = Admission(settings, clock=time.monotonic, random=random.random)
+    metrics = RouterMetrics(
+        registry if registry is not None else CollectorRegistry(),
+        model=settings.model_name,
+        replica=settings.replica,
+        admission=admission,
+        groups=dispatcher.groups,
+    )
+    preparer = Preparer(
+        tokenizer=tokenizer,
+        workers=TextWorkers(settings.text_threads),
+        settings=settings,
+        draw_seed=lambda: INT64_MIN + secrets.randbits(64),
+    )
+    return Service(
+        dispatcher=dispatcher,
+        tokenizer=tokenizer,
+        preparer=preparer,
+        admission=admission,
+        metrics=metrics,
+        settings=settings,
+        clock=time.monotonic,
+        wall_clock=time.time,
+    )

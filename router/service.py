@@ -1,0 +1,381 @@
+"""A request's way through the router: admission, dispatch, tokens to text, the answer.
+
+Life of a request: checked and tokenized (`router.prepare`) -> admitted -> one GenerateRequest per prompt
+goes to the dispatcher -> chunks come back and become deltas of choices -> the answer is written, whole or as
+events. Leaving early, at any point, closes the dispatcher's generators, which cancels on the groups; the
+admission slot is freed in the same breath. Every admitted request is counted once, by its reason: stop,
+length, aborted, error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from router import metrics as metric
+from router.admission import Admission, AdmittedRequest
+from router.answers import DONE, AnswerWriter, ChoiceAnswer, PromptAnswer, Usage
+from router.auth import Caller
+from router.choice import Choice, Delta, prompt_text
+from router.dispatch import Dispatcher, Unavailable
+from router.errors import ApiError, internal_error, invalid, model_not_found, overloaded
+from router.metrics import RouterMetrics
+from router.prepare import Arrival, Preparer, detokenize_ids
+from router.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from router.settings import RouterSettings
+from router.tokenizer import TextTokenizer
+from router.work import ModelLimits, Work
+from workers.types import FinishReason, GenerateRequest, RequestId, TokenChunk
+
+# Codes with which an engine refuses a request as the client's mistake.
+_CLIENT_CODES = frozenset(
+    {"invalid_value", "invalid_type", "context_length_exceeded", "no_allowed_token", "unsupported_parameter"}
+)
+_RETRY_S = 1.0
+
+
+class _Event(NamedTuple):
+    """A delta of a choice. `usage`: of the request so far."""
+
+    choice: Choice
+    delta: Delta
+    usage: Usage
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a request has got so far."""
+
+    choices: list[Choice]
+    prompts: list[PromptAnswer]
+    usage: Usage
+    unfinished: int
+    num_chunks: int = 0
+    reasons: set[str] = field(default_factory=set)
+
+
+class Service:
+    """The HTTP API without HTTP: checked bodies in, bodies and events out. Used from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        tokenizer: TextTokenizer,
+        preparer: Preparer,
+        admission: Admission,
+        metrics: RouterMetrics,
+        settings: RouterSettings,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`clock` is monotonic seconds, `wall_clock` Unix seconds."""
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._preparer = preparer
+        self._settings = settings
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._started_at = int(wall_clock())
+        self.admission = admission
+        self.metrics = metrics
+
+    # What the service knows.
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every group known has given a real token in its present epoch, and there is one."""
+        groups = self._dispatcher.groups()
+        return bool(groups) and all(group.ready for group in groups) and not self.admission.is_draining
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a request could be answered: at least one group is ready."""
+        return any(group.ready for group in self._dispatcher.groups())
+
+    def start_draining(self) -> None:
+        """Refuse new requests from now on; running ones go on."""
+        self.admission.is_draining = True
+
+    def limits(self) -> ModelLimits:
+        """Limits of the model. Raises ApiError 503 while no group is known.
+
+        While groups differ (a rolling update), what every one of them can serve.
+        """
+        groups = self._dispatcher.groups()
+        if not groups:
+            raise self._unavailable("No worker group is up yet.", "no_ready_group", _RETRY_S)
+        return ModelLimits(
+            vocab_size=min(group.info.vocab_size for group in groups),
+            max_model_len=min(group.info.max_model_len for group in groups),
+            model_hash=groups[0].info.model_hash,
+        )
+
+    def load(self) -> dict[str, Any]:
+        """Body of /load."""
+        groups = self._dispatcher.groups()
+        return {
+            "requests_inflight": self.admission.num_inflight,
+            "requests_queued": self.admission.num_queued,
+            "groups": [
+                {
+                    "group": group.info.group_id,
+                    "ready": group.ready,
+                    "running": group.stats.num_running,
+                    "waiting": group.stats.num_waiting,
+                    "free_blocks": group.stats.free_blocks,
+                    "cached_blocks": group.stats.cached_blocks,
+                    "active_blocks": group.stats.active_blocks,
+                }
+                for group in groups
+            ],
+        }
+
+    def models(self) -> dict[str, Any]:
+        """Body of /v1/models."""
+        return {"object": "list", "data": [self.model(self._settings.model_name)]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """One model. Raises ApiError 404 for another name."""
+        self._check_model(name)
+        groups = self._dispatcher.groups()
+        return {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "tandem",
+            "root": self._settings.model_name,
+            "parent": None,
+            "max_model_len": min((group.info.max_model_len for group in groups), default=None),
+        }
+
+    # Requests.
+
+    async def prepare_chat(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
+        """Checked and tokenized. Raises ApiError."""
+        arrival = self._arrival(request_id, caller)
+        self._check_model(body.get("model"))
+        request = parse_chat(body, self._settings)
+        self.admission.check(caller.tenant)
+        return await self._preparer.chat(request, arrival, self.limits())
+
+    async def prepare_completion(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
+        """Checked and tokenized. Raises ApiError."""
+        arrival = self._arrival(request_id, caller)
+        self._check_model(body.get("model"))
+        request = parse_completion(body, self._settings)
+        self.admission.check(caller.tenant)
+        return await self._preparer.completion(request, arrival, self.limits())
+
+    async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Body of /tokenize. Raises ApiError."""
+        self._check_model(body.get("model"))
+        request = parse_tokenize(body, self._settings)
+        limits = self.limits()
+        ids = await self._preparer.tokens(request, limits)
+        strings = [self._tokenizer.text_of(id) for id in ids] if request.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": limits.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+
+    async def detokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Body of /detokenize. Raises ApiError."""
+        self._check_model(body.get("model"))
+        request = parse_detokenize(body, self._settings)
+        return {"prompt": self._tokenizer.decode(detokenize_ids(request.tokens, self.limits()))}
+
+    async def complete(self, work: Work) -> bytes:
+        """The whole answer as JSON. Raises ApiError; cancelling it cancels the request on its group."""
+        progress = self._progress(work)
+        answers = [ChoiceAnswer(choice.prompt_index) for choice in progress.choices]
+        async with aclosing(self._events(work, progress)) as events:
+            async for event in events:
+                answers[event.choice.index].add(event.delta)
+        return self._writer(work).whole(progress.prompts, answers, progress.usage)
+
+    async def stream(self, work: Work) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, `[DONE]` at the end. Raises ApiError, before the first event where possible.
+
+        Closing it cancels the request on its group.
+        """
+        writer = self._writer(work)
+        progress = self._progress(work)
+        begun = False
+        async with aclosing(self._events(work, progress)) as events:
+            async for choice, delta, usage in events:
+                parts: list[bytes] = []
+                if not begun:
+                    begun = True
+                    parts += [
+                        writer.begin(other.index, other.prompt_index, progress.prompts[other.prompt_index])
+                        for other in progress.choices
+                    ]
+                parts.append(writer.tokens(choice.index, delta, usage if work.continuous_usage else None))
+                if choice.is_finished:
+                    parts.append(writer.end(choice.index, delta))
+                if data := b"".join(parts):
+                    yield data
+        tail = writer.usage(progress.usage) + DONE if work.include_usage else DONE
+        yield tail
+
+    # Inside.
+
+    def _arrival(self, request_id: str, caller: Caller) -> Arrival:
+        return Arrival(
+            id=request_id, caller=caller, arrived_at=self._clock(), created=int(self._wall_clock())
+        )
+
+    def _check_model(self, name: object) -> None:
+        if name is None or name == self._settings.model_name:
+            return
+        if not isinstance(name, str):
+            raise invalid("model must be a string.", param="model", code="invalid_type")
+        raise model_not_found(name)
+
+    def _writer(self, work: Work) -> AnswerWriter:
+        return AnswerWriter(self._tokenizer, work, self._settings.model_name)
+
+    def _progress(self, work: Work) -> _Progress:
+        count = work.num_choices
+        choices = [
+            Choice(self._tokenizer, work, index // count, index) for index in range(len(work.prompts) * count)
+        ]
+        prompts = [PromptAnswer() for _ in work.prompts]
+        if work.echo:
+            for index, prompt in enumerate(work.prompts):
+                echo = prompt_text(
+                    self._tokenizer,
+                    prompt,
+                    is_all=work.sampling[index].max_tokens == 0,
+                    skip_special=work.skip_special_tokens,
+                )
+                prompts[index].echo = echo
+                for choice in choices[index * count : (index + 1) * count]:
+                    choice.start_at(len(echo.text))
+        return _Progress(choices, prompts, Usage(work.num_prompt_tokens), unfinished=len(choices))
+
+    async def _events(self, work: Work, progress: _Progress) -> AsyncGenerator[_Event, None]:
+        """Deltas of all choices, until every choice has ended. Counts the request."""
+        outcome = "aborted"
+        with self.admission.admit(work.caller.tenant, work.num_prompt_tokens) as place:
+            self.metrics.count(metric.PROMPT_TOKENS, work.num_prompt_tokens)
+            try:
+                async with aclosing(self._chunks(work)) as chunks:
+                    async for prompt_index, chunk in chunks:
+                        choice = progress.choices[prompt_index * work.num_choices + chunk.choice]
+                        if choice.is_finished:  # by a stop string, which its engine does not know of
+                            continue
+                        self._check_chunk(chunk)
+                        yield self._take(work, progress, place, choice, chunk)
+                        if not progress.unfinished:
+                            break
+                if progress.unfinished:
+                    raise internal_error("incomplete_answer", "The worker group ended the answer too early.")
+                outcome = "length" if "length" in progress.reasons else "stop"
+            except Unavailable as error:
+                outcome = "error"
+                raise self._unavailable(error.message, error.code, error.retry_after_s) from None
+            except Exception:
+                outcome = "error"
+                raise
+            finally:
+                self.metrics.count(metric.REQUESTS, 1, outcome)
+                self.metrics.count(metric.GENERATION_TOKENS, progress.usage.completion_tokens)
+                self.metrics.count(metric.CACHED_TOKENS, progress.usage.cached_tokens)
+                self.metrics.e2e_s.observe(self._clock() - work.arrived_at)
+
+    def _take(
+        self, work: Work, progress: _Progress, place: AdmittedRequest, choice: Choice, chunk: TokenChunk
+    ) -> _Event:
+        """One chunk of a choice into the progress, and as an event."""
+        now = self._clock()
+        if not progress.num_chunks:
+            place.first_token()
+            self.metrics.ttft_s.observe(now - work.arrived_at)
+        progress.num_chunks += 1
+        if chunk.token_ids:
+            if choice.num_tokens:
+                self.metrics.itl_s.observe((now - choice.last_token_at) / len(chunk.token_ids))
+            choice.last_token_at = now
+        if chunk.choice == 0:
+            # Later choices of a prompt find it cached by the first: no news of the prompt.
+            progress.usage.cached_tokens += chunk.num_cached_tokens
+            if chunk.prompt_logprobs is not None:
+                progress.prompts[choice.prompt_index].logprobs = chunk.prompt_logprobs
+        before = choice.num_tokens
+        delta = choice.add(chunk)
+        progress.usage.completion_tokens += choice.num_tokens - before
+        if choice.is_finished:
+            progress.unfinished -= 1
+            progress.reasons.add(delta.finish_reason or "")
+        return _Event(choice, delta, progress.usage)
+
+    def _requests(self, work: Work) -> list[GenerateRequest]:
+        return [
+            GenerateRequest(
+                request_id=RequestId(f"{work.id}-{index}"),
+                prompt_token_ids=prompt,
+                sampling=work.sampling[index],
+                num_choices=work.num_choices,
+                cache_salt=work.cache_salt,
+            )
+            for index, prompt in enumerate(work.prompts)
+        ]
+
+    async def _chunks(self, work: Work) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+        """(prompt index, chunk) of all prompts, as they come."""
+        requests = self._requests(work)
+        if len(requests) == 1:
+            async with aclosing(self._dispatcher.generate(requests[0])) as chunks:
+                async for chunk in chunks:
+                    yield 0, chunk
+            return
+        # Bounded by the requests' own max_tokens.
+        queue: asyncio.Queue[tuple[int, TokenChunk | Exception | None]] = asyncio.Queue()
+
+        async def pump(index: int, request: GenerateRequest) -> None:
+            try:
+                async with aclosing(self._dispatcher.generate(request)) as chunks:
+                    async for chunk in chunks:
+                        queue.put_nowait((index, chunk))
+            except Exception as error:  # raised again where the queue is read
+                queue.put_nowait((index, error))
+            else:
+                queue.put_nowait((index, None))
+
+        pumps = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
+        running = len(pumps)
+        try:
+            while running:
+                index, item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield index, item
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    def _check_chunk(self, chunk: TokenChunk) -> None:
+        """Raises ApiError for a chunk that says the request failed."""
+        if chunk.finish_reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
+            return
+        code = chunk.error_code or "engine_error"
+        message = chunk.error or "The worker group ended this request."
+        if code in _CLIENT_CODES:
+            raise invalid(message, code=code)
+        if code in ("engine_dead", "server_is_overloaded", "draining"):
+            raise self._unavailable(message, code, _RETRY_S)
+        raise internal_error(code, message)
+
+    def _unavailable(self, message: str, code: str, retry_after_s: float) -> ApiError:
+        return overloaded(message, retry_after_s=retry_after_s, code=code)
