@@ -4,6 +4,8 @@ Every group gets a cost in predicted milliseconds, the sum of terms that are kep
 
     queue     prompt tokens that are before us: waiting there, or sent there and not yet counted by its stats
     prefill   our own prompt tokens that are not cached there
+    delay     what others there lose meanwhile: a share of the same, so that of two ways that are equally long
+              for us the one with less work wins, and a burst of equal prompts waits for the first of them
     decode    our tokens come slower, the more sequences share a step with them
     memory    blocks that running requests must give back first
     silent    the group has not been heard for longer than its heartbeat
@@ -39,6 +41,7 @@ class PolicyConfig:
 
     policy: PlacementPolicy = PlacementPolicy.PREFIX
     expected_output_tokens: int = 128  # new tokens a choice is expected to have, when it may have as many
+    delay_weight: float = 0.5  # ms charged for the others' sake per ms of our own prefill
     row_share: float = 0.02  # how much longer a decode step takes per further sequence, of its length
     decode_token_weight: float = 10.0  # work of a new token in prompt tokens, for `balance`
     balance_weight: float = 0.03  # ms charged per ms of work that a group got more than the least worked one
@@ -141,6 +144,7 @@ def _terms(
     return {
         "queue": (load.waiting_tokens + load.charged_tokens) * ms_per_token,
         "prefill": split.uncached * ms_per_token,
+        "delay": config.delay_weight * split.uncached * ms_per_token,
         "decode": steps * step_ms * config.row_share * sharing,
         "memory": _memory_wait_steps(request, load, split, config) * step_ms,
         "silent": config.silent_cost_ms if load.silent_s > config.silent_after_s else 0.0,

@@ -1,4 +1,5 @@
-"""A group without a model: an engine whose tokens follow from the prompt, behind the real server and sockets."""
+"""A group without a model: an engine whose tokens follow from the prompt, behind the real server and
+sockets."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def run(test: Coroutine[Any, Any, None], timeout_s: float = 10.0) -> None:
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Waits for something that other tasks and threads bring about."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 (threads have no asyncio events)
             await asyncio.sleep(0.002)
 
 
@@ -103,7 +104,7 @@ class _Running:
 
 
 class FakeEngine:
-    """Takes requests like an EngineLoop; makes a token for each choice when `step` is called, or in a thread."""
+    """Takes requests like an EngineLoop; a step, called or in a thread, makes a token for every choice."""
 
     def __init__(self) -> None:
         self.on_output: Callable[[StepOutput], None] | None = None

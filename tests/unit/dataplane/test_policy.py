@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from router.load import LoadTracker
+from router.policy import (
+    Choice,
+    GroupLoad,
+    PlacementPolicy,
+    PolicyConfig,
+    RequestView,
+    rank,
+    split_prompt,
+    work_tokens,
+)
+from workers.types import GroupId, GroupStats, RequestId
+
+A, B, C = GroupId("a"), GroupId("b"), GroupId("c")
+CONFIG = PolicyConfig()
+REQUEST = RequestView(num_prompt_tokens=1000, max_output_tokens=128, spread_key=b"prompt")
+
+
+def load(group_id: GroupId, **changes: float) -> GroupLoad:
+    idle = GroupLoad(
+        group_id=group_id, block_size=16, prefill_tokens_per_s=4000.0, step_s=0.02, available_blocks=1000
+    )
+    return replace(idle, **changes)  # type: ignore[arg-type]  # test shorthand: fields by name
+
+
+def order(choices: list[Choice]) -> list[GroupId]:
+    return [choice.group_id for choice in choices]
+
+
+def test_terms_are_milliseconds_and_add_up() -> None:
+    busy = load(A, waiting_tokens=400, charged_tokens=100, num_running=3, num_waiting=1, charged_requests=1)
+    (choice,) = rank(REQUEST, [busy], {A: 50}, CONFIG)
+    assert choice.terms == {
+        "queue": 125.0,  # 500 tokens at 4 a millisecond
+        "prefill": 50.0,  # 200 uncached tokens
+        "delay": 25.0,
+        "decode": pytest.approx(256.0),  # 128 steps of 20 ms, each 10 % longer for 5 others
+        "memory": 0.0,
+        "silent": 0.0,
+        "balance": 0.0,
+    }
+    assert choice.cost_ms == pytest.approx(456.0)
+
+
+def test_the_cached_prefix_decides_between_idle_groups() -> None:
+    assert order(rank(REQUEST, [load(A), load(B)], {B: 40}, CONFIG)) == [B, A]
+
+
+def test_a_queue_outweighs_a_prefix_that_is_shorter() -> None:
+    owner = load(A, waiting_tokens=900)
+    assert order(rank(REQUEST, [owner, load(B)], {A: 30}, CONFIG)) == [B, A]  # 480 cached save 180 ms
+    assert order(rank(REQUEST, [owner, load(B)], {A: 50}, CONFIG)) == [A, B]  # 800 cached save 300 ms
+
+
+def test_a_burst_of_equal_prompts_waits_for_the_first() -> None:
+    first_is_there = load(A, charged_tokens=1000, charged_requests=1, own_requests=1)
+    assert order(rank(REQUEST, [first_is_there, load(B)], {A: 62}, CONFIG)) == [A, B]
+
+
+def test_running_sequences_outweigh_a_prefix_at_last() -> None:
+    for num_running, best in ((0, A), (7, A), (8, B), (20, B)):
+        loads = [load(A, num_running=num_running), load(B)]
+        assert order(rank(REQUEST, loads, {A: 62}, CONFIG))[0] == best  # 992 tokens: 372 ms
+
+
+def test_slow_groups_count_their_own_rates() -> None:
+    slow, fast = load(A, prefill_tokens_per_s=500.0), load(B)
+    assert order(rank(REQUEST, [slow, fast], {A: 40, B: 10}, CONFIG)) == [B, A]
+
+
+def test_at_least_the_last_token_is_computed() -> None:
+    assert split_prompt(RequestView(num_prompt_tokens=32, max_output_tokens=1), 16, 2) == (16, 16)
+    assert split_prompt(RequestView(num_prompt_tokens=33, max_output_tokens=1), 16, 2) == (32, 1)
+    assert split_prompt(RequestView(num_prompt_tokens=1, max_output_tokens=1), 16, 0) == (0, 1)
+
+
+def test_a_full_pool_costs_the_time_until_blocks_come_free() -> None:
+    full = load(A, available_blocks=10, active_blocks=200)
+    (choice,) = rank(REQUEST, [full], {}, CONFIG)
+    missing = (1000 + 128) // 16 + 1 - 10
+    assert choice.terms["memory"] == pytest.approx(128 * 20.0 * missing / 200)
+    assert order(rank(REQUEST, [full, load(B)], {A: 10}, CONFIG)) == [B, A]
+
+
+def test_a_silent_group_comes_last_whatever_it_has() -> None:
+    loads = [load(A, silent_s=3.1), load(B, waiting_tokens=5000)]
+    for policy in PlacementPolicy:
+        config = replace(CONFIG, policy=policy)
+        assert order(rank(replace(REQUEST, turn=0), loads, {A: 62}, config)) == [B, A]
+    assert order(rank(REQUEST, [load(A, silent_s=2.9), load(B)], {A: 62}, CONFIG)) == [A, B]
+
+
+def test_without_prefix_awareness_only_load_counts() -> None:
+    config = replace(CONFIG, policy=PlacementPolicy.LEAST_LOADED)
+    loads = [load(A, num_running=1), load(B)]
+    assert order(rank(REQUEST, loads, {A: 62}, config)) == [B, A]
+
+
+def test_round_robin_goes_on_by_one() -> None:
+    config = replace(CONFIG, policy=PlacementPolicy.ROUND_ROBIN)
+    loads = [load(C, waiting_tokens=9999), load(A), load(B)]
+    orders = [order(rank(replace(REQUEST, turn=turn), loads, {A: 62}, config)) for turn in range(4)]
+    assert orders == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
+    assert rank(REQUEST, [], {}, config) == []
+
+
+def test_equal_costs_spread() -> None:
+    loads = [load(A), load(B), load(C)]
+    best = Counter(
+        rank(replace(REQUEST, spread_key=bytes([key])), loads, {}, CONFIG)[0].group_id for key in range(240)
+    )
+    assert all(60 <= count <= 100 for count in best.values()) and len(best) == 3
+    # The same prompt goes the same way from every router, whatever order it knows the groups in.
+    assert order(rank(REQUEST, loads, {}, CONFIG)) == order(rank(REQUEST, loads[::-1], {}, CONFIG))
+    # Fewer requests of ours go before the hash.
+    assert order(rank(REQUEST, [load(A, own_requests=1), load(B)], {}, CONFIG)) == [B, A]
+
+
+def test_recent_work_decides_between_equals_and_replicates_a_prefix_late() -> None:
+    busy = load(A, recent_work_tokens=20_000)
+    assert order(rank(REQUEST, [busy, load(B)], {}, CONFIG)) == [B, A]
+    assert order(rank(REQUEST, [busy, load(B)], {A: 30}, CONFIG)) == [A, B]  # 480 tokens save 180 ms
+    assert order(rank(REQUEST, [busy, load(B)], {A: 20}, CONFIG)) == [B, A]  # 320 save 120, 3 % are 150
+
+
+def test_work_counts_new_tokens_more_than_prompt_tokens() -> None:
+    assert work_tokens(REQUEST, 200, CONFIG) == 200 + 10 * 128
+    many = RequestView(num_prompt_tokens=10, max_output_tokens=10_000, num_choices=3)
+    assert work_tokens(many, 10, CONFIG) == 10 + 10 * 3 * 128
+
+
+# ---- what the router knows of a group's load
+
+
+def tracker() -> LoadTracker:
+    return LoadTracker(A, block_size=16, num_blocks=100)
+
+
+def test_a_request_is_charged_until_the_stats_include_it() -> None:
+    load_of_a, name = tracker(), RequestId("r")
+    load_of_a.on_sent(name, 500, 600.0, now_s=0.0)
+    load_of_a.on_stats(GroupStats())  # not accepted yet: cannot be included
+    view = load_of_a.view(0.0, 0.0)
+    assert (view.charged_tokens, view.charged_requests, view.own_requests) == (500, 1, 1)
+    load_of_a.on_accepted(name)
+    load_of_a.on_stats(GroupStats(waiting_tokens=0))  # perhaps of a step that had begun before
+    assert load_of_a.view(0.0, 0.0).charged_tokens == 500
+    load_of_a.on_stats(GroupStats(waiting_tokens=500))
+    view = load_of_a.view(0.0, 0.0)
+    assert (view.charged_tokens, view.charged_requests, view.waiting_tokens) == (0, 0, 500)
+    load_of_a.on_ended(name)
+    load_of_a.on_ended(name)
+    assert load_of_a.view(0.0, 0.0).own_requests == load_of_a.num_requests == 0
+
+
+def test_the_first_token_ends_the_charge_and_measures_the_rate() -> None:
+    load_of_a = tracker()
+    load_of_a.on_sent(RequestId("r1"), 600, 0.0, now_s=10.0)
+    load_of_a.on_sent(RequestId("r2"), 400, 0.0, now_s=10.0)
+    load_of_a.on_token(RequestId("r2"), now_s=10.5)  # 1000 tokens in half a second
+    load_of_a.on_token(RequestId("r2"), now_s=99.0)
+    view = load_of_a.view(10.5, 0.0)
+    assert view.charged_tokens == 600
+    assert view.prefill_tokens_per_s == pytest.approx(4000 + 0.2 * (2000 - 4000))
+    load_of_a.on_ended(RequestId("r1"))
+    load_of_a.on_sent(RequestId("short"), 20, 0.0, now_s=11.0)
+    load_of_a.on_token(RequestId("short"), now_s=20.0)  # too few tokens to tell
+    assert load_of_a.view(20.0, 0.0).prefill_tokens_per_s == view.prefill_tokens_per_s
+
+
+def test_recent_work_halves_every_minute() -> None:
+    load_of_a = tracker()
+    load_of_a.on_sent(RequestId("r1"), 0, 1000.0, now_s=0.0)
+    load_of_a.on_ended(RequestId("r1"))
+    assert load_of_a.view(60.0, 0.0).recent_work_tokens == pytest.approx(500.0)
+    load_of_a.on_sent(RequestId("r2"), 0, 1000.0, now_s=60.0)
+    assert load_of_a.view(120.0, 1.0).recent_work_tokens == pytest.approx(750.0)
+    assert load_of_a.view(120.0, 1.0).silent_s == 1.0
