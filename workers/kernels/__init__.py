@@ -2,7 +2,16 @@
 
 from workers.kernels.batch import StepBatch
 from workers.kernels.choose import kernels_for
-from workers.kernels.interface import Kernels, PackedLinear
+from workers.kernels.interface import FusedStep, Kernels, PackedLinear, StepLayer, StepModel
 from workers.kernels.reference import TorchKernels
 
-__all__ = ["Kernels", "PackedLinear", "StepBatch", "TorchKernels", "kernels_for"]
+__all__ = [
+    "FusedStep",
+    "Kernels",
+    "PackedLinear",
+    "StepBatch",
+    "StepLayer",
+    "StepModel",
+    "TorchKernels",
+    "kernels_for",
+]

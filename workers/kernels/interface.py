@@ -9,6 +9,7 @@ Every method takes T >= 0 rows and computes each row without regard to the other
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +21,50 @@ class PackedLinear(Protocol):
     """x (..., in) -> x @ weight.T + bias (..., out), with the weight laid out once for this device."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayer:
+    """One layer of a model that a fused step can run: RMS norms before attention and MLP, gated SiLU."""
+
+    attention_norm: torch.Tensor  # (hidden,), as every norm in the dtype of the model
+    qkv: PackedLinear  # hidden -> [q heads | kv heads | kv heads] * head_dim
+    query_norm: torch.Tensor | None  # (head_dim,); both or neither
+    key_norm: torch.Tensor | None
+    output: PackedLinear
+    mlp_norm: torch.Tensor
+    up: PackedLinear  # hidden -> [gate | up]
+    down: PackedLinear
+    scale: float  # of attention scores
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """All that follows the embedding, of a model on one rank."""
+
+    layers: tuple[StepLayer, ...]
+    final_norm: torch.Tensor
+    head: PackedLinear  # hidden -> vocabulary, float32
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+
+
+class FusedStep(Protocol):
+    """Runs all layers of a step in one call."""
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        batch: StepBatch,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """residual (T, hidden): embedded rows, overwritten; kv: the pool. Logits (R, vocab) float32."""
+        ...
 
 
 class Kernels(Protocol):
@@ -96,4 +141,8 @@ class Kernels(Protocol):
 
         out_dtype: of the result; None: the dtype of the weight. float32 saves the head a conversion.
         """
+        ...
+
+    def fuse(self, model: StepModel) -> FusedStep | None:
+        """The whole step as one call, where that exists for this model; bits as of the single operators."""
         ...

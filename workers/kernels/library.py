@@ -26,6 +26,8 @@ SIGNATURES: dict[str, list[type]] = {
 # Only where the CPU has AVX512-BF16.
 LINEAR_SIGNATURES: dict[str, list[type]] = {
     "tandem_pack": [POINTER, SIZE, SIZE, POINTER, FLAG],
+    "tandem_step": [POINTER, POINTER, POINTER, FLAG],
+    "tandem_free_step_scratch": [POINTER],
     "tandem_linear": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, POINTER, POINTER, FLAG, FLAG],
 }
 
@@ -54,6 +56,10 @@ class Library:
         if self.has_linear:
             self.pack = loaded.tandem_pack
             self.linear = loaded.tandem_linear
+            self.step = loaded.tandem_step
+            loaded.tandem_step_scratch.argtypes, loaded.tandem_step_scratch.restype = [], POINTER
+            self.step_scratch = loaded.tandem_step_scratch
+            self.free_step_scratch = loaded.tandem_free_step_scratch
             loaded.tandem_packed_bytes.argtypes = [SIZE, SIZE]
             loaded.tandem_packed_bytes.restype = SIZE
             self.packed_bytes = loaded.tandem_packed_bytes

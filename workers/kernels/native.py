@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from workers.kernels.batch import StepBatch
-from workers.kernels.interface import PackedLinear
+from workers.kernels.fused import NativeStep, can_fuse
+from workers.kernels.interface import FusedStep, PackedLinear, StepModel
 from workers.kernels.library import Library
+from workers.kernels.packed import can_pack, dense_rows, pack
 from workers.kernels.reference import TorchKernels, TorchLinear
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C entry points number them
-PAGE_ALIGNMENT = 64  # bytes, of packed weights
-
-
-@dataclass(frozen=True, slots=True)
-class NativeLinear:
-    """A bfloat16 linear layer over packed columns."""
-
-    library: Library
-    packed: torch.Tensor  # uint8, aligned
-    bias: torch.Tensor | None  # (out,) float32
-    in_features: int
-    out_features: int
-    out_dtype: torch.dtype
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = _rows(x)
-        out = torch.empty((*x.shape[:-1], self.out_features), dtype=self.out_dtype)
-        if rows.shape[0]:
-            self.library.linear(
-                rows.data_ptr(),
-                rows.stride(0),
-                rows.shape[0],
-                self.in_features,
-                self.out_features,
-                self.packed.data_ptr(),
-                None if self.bias is None else self.bias.data_ptr(),
-                out.data_ptr(),
-                self.out_dtype == torch.float32,
-                torch.get_num_threads(),
-            )
-        return out
 
 
 class CpuKernels:
@@ -161,7 +130,7 @@ class CpuKernels:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         size = gate_up.shape[-1] // 2
         out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
-        rows = _rows(gate_up)
+        rows = dense_rows(gate_up)
         if rows.shape[0]:
             self._library.silu_mul(
                 *(self._code, rows.data_ptr(), rows.stride(0), out.data_ptr(), rows.shape[0], size),
@@ -182,33 +151,15 @@ class CpuKernels:
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> PackedLinear:
-        out_features, in_features = weight.shape
         out_dtype = out_dtype or weight.dtype
-        can_pack = self._library.has_linear and weight.dtype == torch.bfloat16 and in_features % 2 == 0
-        if not can_pack or out_dtype not in DTYPES or out_features == 0 or in_features == 0:
-            return TorchLinear(weight, bias, out_dtype)
-        packed = _aligned(self._library.packed_bytes(out_features, in_features))
-        dense = weight.contiguous()
-        self._library.pack(
-            dense.data_ptr(), out_features, in_features, packed.data_ptr(), torch.get_num_threads()
-        )
-        wide_bias = None if bias is None else bias.float().contiguous()
-        return NativeLinear(self._library, packed, wide_bias, in_features, out_features, out_dtype)
+        if out_dtype in DTYPES and can_pack(self._library, weight):
+            return pack(self._library, weight, bias, out_dtype)
+        return TorchLinear(weight, bias, out_dtype)
 
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as (rows, n) with a dense last axis, without a copy where it can be."""
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
+    def fuse(self, model: StepModel) -> FusedStep | None:
+        return NativeStep(self._library, model) if can_fuse(self._library, model, self._dtype) else None
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
     """x (T, heads, d) with dense heads; T may be strided."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
-def _aligned(num_bytes: int) -> torch.Tensor:
-    space = torch.empty(num_bytes + PAGE_ALIGNMENT, dtype=torch.uint8)
-    skip = -space.data_ptr() % PAGE_ALIGNMENT
-    return space[skip : skip + num_bytes]

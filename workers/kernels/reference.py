@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.kernels.batch import StepBatch
-from workers.kernels.interface import PackedLinear
+from workers.kernels.interface import FusedStep, PackedLinear, StepModel
 
 MAX_SCORES = 1 << 26  # elements of one padded score tensor; more sequences are taken in turn
 
@@ -102,6 +102,9 @@ class TorchKernels:
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> PackedLinear:
         return TorchLinear(weight, bias, out_dtype or weight.dtype)
+
+    def fuse(self, model: StepModel) -> FusedStep | None:
+        return None
 
 
 def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,11 @@ from workers.kernels import StepBatch
 
 
 def make_batch(
-    sequences: Sequence[tuple[int, int]], block_size: int, num_blocks: int, seed: int = 0
+    sequences: Sequence[tuple[int, int]],
+    block_size: int,
+    num_blocks: int,
+    seed: int = 0,
+    logit_rows: Sequence[int] = (),
 ) -> StepBatch:
     """A batch of (tokens in the pool, tokens of this step) sequences; blocks scattered over the pool."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -32,7 +36,7 @@ def make_batch(
         query_starts=torch.tensor(query_starts, dtype=torch.int32),
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
         block_tables=tables,
-        logit_rows=torch.zeros(0, dtype=torch.int64),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         max_query_len=max((n for _, n in sequences), default=0),
         max_context_len=max(context_lens, default=0),
     )

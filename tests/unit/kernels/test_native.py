@@ -24,9 +24,9 @@ MIXES = [
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
@@ -195,6 +195,25 @@ def test_linear_row_knows_no_neighbours() -> None:
     wanted = linear(x)
     for rows in (1, 2, 3, 5, 8, 64, 97):
         assert torch.equal(linear(x[:rows]), wanted[:rows])
+
+
+def test_two_threads_give_the_bits_of_one(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    batch = make_batch([(0, 150), (40, 1), (90, 1)], 16, 120)
+    x, weight = torch.randn(152, 576).to(dtype), torch.randn(576).to(dtype)
+    linear = own.pack_linear(torch.randn(15 * 64, 576).to(dtype) / 24)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        pool = make_pool(120, 3, 16, 64, dtype)
+        caches = pool[:, :, 1, 0], pool[:, :, 1, 1]
+        q, k, v = own.rms_norm(x, weight, 1e-5).view(152, 9, 64).repeat(1, 2, 1)[:, :15].split([9, 3, 3], 1)
+        q = own.rotary_and_write(q, k, v, x[:, :32].float(), x[:, 32:64].float(), batch, *caches)
+        attended = own.paged_attention(q, *caches, batch, 0.125, None)
+        found.append(
+            (own.silu_mul(linear(x)) if dtype == torch.bfloat16 else own.silu_mul(x), attended, pool)
+        )
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 def test_one_openmp_runtime() -> None:

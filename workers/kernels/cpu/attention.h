@@ -8,17 +8,15 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
+#include "cache.h"
 #include "gemm.h"
 #include "simd.h"
 
 constexpr int KEYS = 64, TILE_ROWS = 96;
 
-template <class T> struct Cache {  // (num_blocks, kv_heads, block_size, d), strides in elements
-  T *k, *v;
-  long block_stride, head_stride, block_size;
-};
 template <class T> struct Attention {
   const T* q;  // (T, heads, d)
   long q_stride;
@@ -54,12 +52,12 @@ template <class T> std::vector<AttentionTask> attention_tasks(const Attention<T>
 
 // Private to a thread, sized for one tile.
 struct AttentionScratch {
-  std::vector<float> space;
+  std::unique_ptr<float[]> space;  // never read before it is written
   float *scores, *out, *max, *sum, *keys, *values, *queries, *weights;  // the last four hold T in any form
   AttentionScratch(long group, long d) {
     long rows = std::max<long>(TILE_ROWS, group), wide = (d + 15) / 16 * 16;
-    space.resize(rows * (2 * KEYS + 2 * wide + 17) + 2 * KEYS * wide + 64);
-    float* at = (float*)((uintptr_t(space.data()) + 63) / 64 * 64);
+    space.reset(new float[rows * (2 * KEYS + 2 * wide + 17) + 2 * KEYS * wide + 64]);
+    float* at = (float*)((uintptr_t(space.get()) + 63) / 64 * 64);
     scores = at, at += rows * KEYS;
     weights = at, at += rows * KEYS;
     out = at, at += rows * wide;

@@ -7,6 +7,7 @@
 #include "attend.h"
 #include "roof.h"
 #include "rows.h"
+#include "step.h"
 
 namespace {
 constexpr long ROW_GRAIN = 1 << 14;  // elements worth a second thread
@@ -46,16 +47,8 @@ template <class T>
 void rotary_and_write(T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, const float* cos, const float* sin, long half,
                       long tokens, long heads, long kv_heads, long d, const int64_t* slots, Cache<T> cache, int threads) {
   for_rows(tokens, (heads + 2 * kv_heads) * d, threads, [&](long t) {
-    const float *c = cos + t * half, *s = sin + t * half;
-    T* to_k = cache.k + slots[t] / cache.block_size * cache.block_stride + slots[t] % cache.block_size * d;
-    T* to_v = cache.v + (to_k - cache.k);
-    for (long h = 0; half && h < heads; h++) rotate_head(q + t * q_stride + h * d, q + t * q_stride + h * d, c, s, half);
-    for (long h = 0; h < kv_heads; h++, to_k += cache.head_stride, to_v += cache.head_stride) {
-      const T* from = k + t * k_stride + h * d;
-      rotate_head(from, to_k, c, s, half);
-      memcpy(to_k + 2 * half, from + 2 * half, (d - 2 * half) * sizeof(T));
-      memcpy(to_v, v + t * v_stride + h * d, d * sizeof(T));
-    }
+    rotate_and_write(q + t * q_stride, k + t * k_stride, v + t * v_stride, cos + t * half, sin + t * half, half, heads, kv_heads, d,
+                     slots[t], cache);
   });
 }
 template <class T> void attention(const Attention<T>& a, int threads) {
@@ -143,6 +136,11 @@ void tandem_linear(const bf16* x, long x_stride, long rows, long k, long n, cons
                 else finish_row(sums, column, vecs, size_t(n), bias, (bf16*)out + at);
               });
   });
+}
+StepScratch* tandem_step_scratch() { return new StepScratch; }
+void tandem_free_step_scratch(StepScratch* scratch) { delete scratch; }
+void tandem_step(const Model* model, const StepInput* input, StepScratch* scratch, int threads) {
+  run_step(*model, *input, *scratch, threads);
 }
 #endif
 }

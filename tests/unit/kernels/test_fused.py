@@ -1,0 +1,136 @@
+"""The step in one call against the operators one by one: equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.kernels.batches import make_batch
+from workers.kernels import Kernels, PackedLinear, StepBatch, StepLayer, StepModel, kernels_for
+
+HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS = 96, 6, 2, 24, 200, 300, 3
+BLOCK_SIZE, NUM_BLOCKS = 8, 60
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model(kernels: Kernels, dtype: torch.dtype, *, bias: bool, head_norm: bool) -> StepModel:
+    def vector(n: int) -> torch.Tensor:
+        return torch.randn(n).to(dtype)
+
+    def linear(out_features: int, in_features: int, out_dtype: torch.dtype | None = None) -> PackedLinear:
+        weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
+        return kernels.pack_linear(weight, vector(out_features) if bias else None, out_dtype)
+
+    layers = tuple(
+        StepLayer(
+            attention_norm=vector(HIDDEN),
+            qkv=linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
+            query_norm=vector(DIM) if head_norm else None,
+            key_norm=vector(DIM) if head_norm else None,
+            output=linear(HIDDEN, HEADS * DIM),
+            mlp_norm=vector(HIDDEN),
+            up=linear(2 * INNER, HIDDEN),
+            down=linear(HIDDEN, INNER),
+            scale=DIM**-0.5,
+            sliding_window=40 if index == 1 else None,
+        )
+        for index in range(LAYERS)
+    )
+    return StepModel(
+        layers=layers,
+        final_norm=vector(HIDDEN),
+        head=linear(VOCAB, HIDDEN, torch.float32),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        norm_eps=1e-5,
+    )
+
+
+def one_by_one(
+    kernels: Kernels,
+    model: StepModel,
+    residual: torch.Tensor,
+    turn: tuple[torch.Tensor | None, torch.Tensor | None],
+    batch: StepBatch,
+    kv: torch.Tensor,
+) -> torch.Tensor:
+    eps = model.norm_eps
+    normed = kernels.rms_norm(residual, model.layers[0].attention_norm, eps)
+    for index, layer in enumerate(model.layers):
+        caches = kv[:, :, index, 0], kv[:, :, index, 1]
+        qkv = layer.qkv(normed).view(-1, HEADS + 2 * KV_HEADS, DIM)
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q, k = kernels.rms_norm(q, layer.query_norm, eps), kernels.rms_norm(k, layer.key_norm, eps)
+        q = kernels.rotary_and_write(q, k, v, *turn, batch, *caches)
+        attended = kernels.paged_attention(q, *caches, batch, layer.scale, layer.sliding_window)
+        mixed = layer.output(attended.flatten(1))
+        normed, residual = kernels.add_rms_norm(mixed, residual, layer.mlp_norm, eps)
+        mixed = layer.down(kernels.silu_mul(layer.up(normed)))
+        following = model.layers[index + 1].attention_norm if index + 1 < LAYERS else model.final_norm
+        normed, residual = kernels.add_rms_norm(mixed, residual, following, eps)
+    return model.head(normed[batch.logit_rows])
+
+
+@pytest.mark.parametrize("rotary", [None, 16, DIM])
+@pytest.mark.parametrize(("bias", "head_norm"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("mix", "logit_rows"),
+    [
+        ([(0, 1)], [0]),
+        ([(70, 1), (3, 1), (64, 1)], [0, 1, 2]),
+        ([(0, 120), (9, 1)], [119, 120]),
+        ([(30, 20)], list(range(20))),
+        ([(8, 9)], []),
+        ([], []),
+    ],
+)
+def test_equal_bits(
+    mix: list[tuple[int, int]], logit_rows: list[int], bias: bool, head_norm: bool, rotary: int | None
+) -> None:
+    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    model = make_model(kernels, torch.bfloat16, bias=bias, head_norm=head_norm)
+    step = kernels.fuse(model)
+    assert step is not None
+    batch = make_batch(mix, BLOCK_SIZE, NUM_BLOCKS, logit_rows=logit_rows)
+    tokens = batch.positions.shape[0]
+    residual = torch.randn(tokens, HIDDEN).bfloat16()
+    angles = None if rotary is None else torch.rand(tokens, rotary // 2) * 6
+    turn = (None, None) if angles is None else (angles.cos(), angles.sin())
+    kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    kv_fused = kv.clone()
+    wanted = one_by_one(kernels, model, residual.clone(), turn, batch, kv)
+    assert torch.equal(step(residual.clone(), *turn, batch, kv_fused), wanted)
+    assert torch.equal(kv_fused, kv)
+    assert wanted.shape == (len(logit_rows), VOCAB) and wanted.dtype == torch.float32
+    assert torch.equal(step(residual.clone(), *turn, batch, kv_fused), wanted)  # buffers are used again
+
+
+def test_two_threads_give_the_bits_of_one() -> None:
+    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    step = kernels.fuse(make_model(kernels, torch.bfloat16, bias=True, head_norm=True))
+    assert step is not None
+    batch = make_batch([(0, 120), (9, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[119, 120])
+    residual, angles = torch.randn(121, HIDDEN).bfloat16(), torch.rand(121, 12)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+        found.append((step(residual.clone(), angles.cos(), angles.sin(), batch, kv), kv))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_float32_is_not_fused() -> None:
+    kernels = kernels_for(torch.device("cpu"), torch.float32)
+    assert kernels.fuse(make_model(kernels, torch.float32, bias=False, head_norm=False)) is None

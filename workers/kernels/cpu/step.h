@@ -1,0 +1,182 @@
+// All layers of a step in one call: the operators of rows.h, gemm.h and attend.h by one team, a barrier between
+// them. For models with RMS norms, a gated SiLU MLP and one rank. Every intermediate is rounded to bf16 where the
+// operators called one by one would round it, so both ways give the same bits.
+#pragma once
+#ifdef __AVX512BF16__
+#include <omp.h>
+
+#include <atomic>
+#include <memory>
+
+#include "attend.h"
+#include "rows.h"
+
+// Mirrored by workers/kernels/fused.py; pointers may be null where a comment says so.
+struct LayerWeights {
+  const bf16* attention_norm;
+  const char* qkv;
+  const float* qkv_bias;  // or null, like every bias
+  const bf16 *query_norm, *key_norm;  // both or neither
+  const char* output;
+  const float* output_bias;
+  const bf16* mlp_norm;
+  const char* up;  // columns [gate | up]
+  const float* up_bias;
+  const char* down;
+  const float* down_bias;
+  long window;  // 0: none
+  double scale;
+};
+struct Model {
+  long hidden, heads, kv_heads, d, inner, num_layers, vocab;
+  double eps;
+  const LayerWeights* layers;
+  const bf16* final_norm;
+  const char* head;
+  const float* head_bias;
+};
+struct StepInput {
+  bf16* residual;  // (tokens, hidden), overwritten
+  long tokens;
+  const float *cos, *sin;  // (tokens, half)
+  long half;               // 0: nothing turns
+  const int64_t* slots;
+  const int32_t *query_starts, *context_lens, *tables;
+  long num_sequences, table_width;
+  bf16* pool;  // (blocks, kv heads, layers, 2, block_size, d), strides in elements
+  long block_stride, head_stride, layer_stride, block_size;
+  const int64_t* logit_rows;
+  long num_logits;
+  float* logits;  // (num_logits, vocab)
+};
+
+// Buffers that live as long as the model; they grow to the largest step.
+struct StepScratch {
+  std::vector<bf16> normed, qkv, attended, wide, mixed, kept;
+  std::unique_ptr<std::atomic<long>[]> counters;
+  long num_counters = 0;
+  void fit(const Model& m, long tokens) {
+    auto grow = [](std::vector<bf16>& v, long n) { if (long(v.size()) < n) v.resize(n); };
+    grow(normed, tokens * m.hidden), grow(mixed, tokens * m.hidden), grow(kept, tokens * m.hidden);
+    grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d);
+    grow(attended, tokens * m.heads * m.d);
+    grow(wide, tokens * 3 * m.inner);
+    const long wanted = (m.num_layers + 1) * 8;
+    if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
+    for (long i = 0; i < num_counters; i++) counters[i].store(0, std::memory_order_relaxed);
+  }
+};
+
+// One thread's walk through the step. All threads of the team run it together.
+class StepWalk {
+ public:
+  StepWalk(const Model& m, const StepInput& in, StepScratch& s, const std::vector<AttentionTask>& tasks)
+      : m(m), in(in), s(s), tasks(tasks), row(std::max(m.hidden, m.inner)), attention(m.heads / m.kv_heads, m.d),
+        thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(in.tokens) {}
+
+  void run() {
+    bf16* residual = in.residual;
+    each_row([&](long r) { norm(residual + r * m.hidden, m.layers[0].attention_norm, r); });
+    for (long l = 0; l < m.num_layers; l++) {
+      const LayerWeights& w = m.layers[l];
+      linear(s.normed.data(), m.hidden, qkv_width(), w.qkv, w.qkv_bias, s.qkv.data());
+      each_row([&](long r) { turn_and_write(w, l, r); });
+      attend_all(w, l);
+      const bf16* attended = s.attended.data();
+      if (l + 1 == m.num_layers) {  // only rows whose logits are wanted go on
+        rows = in.num_logits;
+        each_row([&](long r) { keep(attended, residual, r); });
+        attended = s.qkv.data(), residual = s.kept.data();
+      }
+      linear(attended, m.heads * m.d, m.hidden, w.output, w.output_bias, s.mixed.data());
+      each_row([&](long r) { add_norm(residual, w.mlp_norm, r); });
+      linear(s.normed.data(), m.hidden, 2 * m.inner, w.up, w.up_bias, s.wide.data());
+      bf16* gated = s.wide.data() + rows * 2 * m.inner;
+      each_row([&](long r) {
+        const bf16* gate = s.wide.data() + r * 2 * m.inner;
+        silu_mul_row(gate, gate + m.inner, gated + r * m.inner, m.inner);
+      });
+      linear(gated, m.inner, m.hidden, w.down, w.down_bias, s.mixed.data());
+      const bf16* following = l + 1 < m.num_layers ? m.layers[l + 1].attention_norm : m.final_norm;
+      each_row([&](long r) { add_norm(residual, following, r); });
+    }
+    linear(s.normed.data(), m.hidden, m.vocab, m.head, m.head_bias, in.logits);
+  }
+
+ private:
+  const Model& m;
+  const StepInput& in;
+  StepScratch& s;
+  const std::vector<AttentionTask>& tasks;
+  std::vector<float> row;
+  AttentionScratch attention;
+  const long thread, team;
+  long rows;
+  long phase = 0;  // number of the next task counter; equal on all threads
+
+  long qkv_width() const { return (m.heads + 2 * m.kv_heads) * m.d; }
+  static void barrier() {
+#pragma omp barrier
+  }
+  template <class F> void each_row(F body) {
+    for (long r = rows * thread / team, end = rows * (thread + 1) / team; r < end; r++) body(r);
+    barrier();
+  }
+  template <class F> void each_task(long count, F body) {
+    std::atomic<long>& next = s.counters[phase++];
+    for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+    barrier();
+  }
+  template <class Out>
+  void linear(const bf16* x, long k, long n, const char* packed, const float* bias, Out* out) {
+    const Units units{size_t(n), size_t(k)};
+    const long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    each_task(long(units.count()) * chunks, [&](long i) {
+      const long row0 = i % chunks * CHUNK_ROWS;
+      unit_rows((const char*)(x + row0 * k), size_t(k) * 2, size_t(std::min<long>(CHUNK_ROWS, rows - row0)), packed, units,
+                size_t(i / chunks), [&](size_t r, size_t column, int vecs, const float* sums) {
+                  finish_row(sums, column, vecs, size_t(n), bias, out + (size_t(row0) + r) * size_t(n));
+                });
+    });
+  }
+  void norm(const bf16* x, const bf16* weight, long r) {
+    rms_norm_row(x, weight, float(m.eps), s.normed.data() + r * m.hidden, m.hidden, row.data());
+  }
+  void add_norm(bf16* residual, const bf16* weight, long r) {
+    add_rms_norm_row(s.mixed.data() + r * m.hidden, residual + r * m.hidden, weight, float(m.eps),
+                     s.normed.data() + r * m.hidden, m.hidden, row.data());
+  }
+  void keep(const bf16* attended, const bf16* residual, long r) {
+    const long from = in.logit_rows[r], width = m.heads * m.d;
+    memcpy(s.qkv.data() + r * width, attended + from * width, width * 2);
+    memcpy(s.kept.data() + r * m.hidden, residual + from * m.hidden, m.hidden * 2);
+  }
+  Cache<bf16> cache(long layer) const {
+    bf16* k = in.pool + layer * in.layer_stride;
+    return {k, k + in.block_size * m.d, in.block_stride, in.head_stride, in.block_size};
+  }
+  void turn_and_write(const LayerWeights& w, long layer, long r) {
+    bf16* q = s.qkv.data() + r * qkv_width();
+    bf16* k = q + m.heads * m.d;
+    const bf16* v = k + m.kv_heads * m.d;
+    if (w.query_norm)
+      for (long h = 0; h < m.heads + m.kv_heads; h++)
+        rms_norm_row(q + h * m.d, h < m.heads ? w.query_norm : w.key_norm, float(m.eps), q + h * m.d, m.d, row.data());
+    rotate_and_write(q, k, v, in.cos + r * in.half, in.sin + r * in.half, in.half, m.heads, m.kv_heads, m.d, in.slots[r], cache(layer));
+  }
+  void attend_all(const LayerWeights& w, long layer) {
+    const Attention<bf16> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), in.query_starts, in.context_lens, in.tables,
+                            in.num_sequences, in.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
+    each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], attention); });
+  }
+};
+
+inline void run_step(const Model& m, const StepInput& in, StepScratch& s, int threads) {
+  s.fit(m, std::max(in.tokens, in.num_logits));
+  const Attention<bf16> shape{nullptr, 0, nullptr, {}, in.query_starts, in.context_lens, in.tables, in.num_sequences, in.table_width,
+                              m.heads, m.kv_heads, m.d, 0, 0.f};
+  const auto tasks = attention_tasks(shape);
+#pragma omp parallel num_threads(threads)
+  StepWalk(m, in, s, tasks).run();
+}
+#endif

@@ -1,0 +1,193 @@
+"""A whole step in one call of C++: all layers, from the embedded rows to the logits.
+
+Gives the same bits as the operators called one by one, and keeps no weights of its own: it holds the packed
+linears and norms of the decoder and hands their addresses over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import c_double, c_long, c_void_p
+
+import torch
+
+from workers.kernels.batch import StepBatch
+from workers.kernels.interface import PackedLinear, StepLayer, StepModel
+from workers.kernels.library import Library
+from workers.kernels.packed import NativeLinear
+
+
+class LayerWeights(ctypes.Structure):
+    """As in cpu/step.h."""
+
+    _fields_ = [
+        ("attention_norm", c_void_p),
+        ("qkv", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("output", c_void_p),
+        ("output_bias", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("up", c_void_p),
+        ("up_bias", c_void_p),
+        ("down", c_void_p),
+        ("down_bias", c_void_p),
+        ("window", c_long),
+        ("scale", c_double),
+    ]
+
+
+class Model(ctypes.Structure):
+    """As in cpu/step.h."""
+
+    _fields_ = [
+        *[(name, c_long) for name in ("hidden", "heads", "kv_heads", "d", "inner", "num_layers", "vocab")],
+        ("eps", c_double),
+        ("layers", ctypes.POINTER(LayerWeights)),
+        ("final_norm", c_void_p),
+        ("head", c_void_p),
+        ("head_bias", c_void_p),
+    ]
+
+
+class StepInput(ctypes.Structure):
+    """As in cpu/step.h."""
+
+    _fields_ = [
+        ("residual", c_void_p),
+        ("tokens", c_long),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("half", c_long),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("tables", c_void_p),
+        ("num_sequences", c_long),
+        ("table_width", c_long),
+        ("pool", c_void_p),
+        *[(name, c_long) for name in ("block_stride", "head_stride", "layer_stride", "block_size")],
+        ("logit_rows", c_void_p),
+        ("num_logits", c_long),
+        ("logits", c_void_p),
+    ]
+
+
+class NativeStep:
+    """Implements FusedStep. One step at a time: it owns the buffers between the layers."""
+
+    def __init__(self, library: Library, model: StepModel) -> None:
+        """Only for models that `can_fuse` accepts."""
+        self._library = library
+        self._model = model  # keeps the tensors alive whose addresses are below
+        self._layers = (LayerWeights * len(model.layers))(*map(_layer, model.layers))
+        head, head_bias = _linear(model.head)
+        first = model.layers[0]
+        self._vocab = _native(model.head).out_features
+        self._shape = Model(
+            hidden=_native(first.qkv).in_features,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            d=model.head_dim,
+            inner=_native(first.down).in_features,
+            num_layers=len(model.layers),
+            vocab=self._vocab,
+            eps=model.norm_eps,
+            layers=self._layers,
+            final_norm=model.final_norm.data_ptr(),
+            head=head,
+            head_bias=head_bias,
+        )
+        self._scratch: int = library.step_scratch()
+        weakref.finalize(self, library.free_step_scratch, self._scratch)
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        batch: StepBatch,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        assert residual.is_contiguous() and residual.dtype == kv.dtype == torch.bfloat16
+        num_logits = batch.logit_rows.shape[0]
+        logits = torch.empty((num_logits, self._vocab), dtype=torch.float32)
+        half = 0
+        if cos is not None and sin is not None:
+            cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[-1]
+        if residual.shape[0] == 0:
+            return logits
+        inputs = StepInput(
+            residual=residual.data_ptr(),
+            tokens=residual.shape[0],
+            cos=None if cos is None else cos.data_ptr(),
+            sin=None if sin is None else sin.data_ptr(),
+            half=half,
+            slots=batch.slots.data_ptr(),
+            query_starts=batch.query_starts.data_ptr(),
+            context_lens=batch.context_lens.data_ptr(),
+            tables=batch.block_tables.data_ptr(),
+            num_sequences=batch.context_lens.shape[0],
+            table_width=batch.block_tables.shape[1],
+            pool=kv.data_ptr(),
+            block_stride=kv.stride(0),
+            head_stride=kv.stride(1),
+            layer_stride=kv.stride(2),
+            block_size=kv.shape[4],
+            logit_rows=batch.logit_rows.data_ptr(),
+            num_logits=num_logits,
+            logits=logits.data_ptr(),
+        )
+        self._library.step(
+            ctypes.addressof(self._shape), ctypes.addressof(inputs), self._scratch, torch.get_num_threads()
+        )
+        return logits
+
+
+def can_fuse(library: Library, model: StepModel, dtype: torch.dtype) -> bool:
+    """Whether every part of the model is in the form that the C++ step knows."""
+    if not library.has_linear or dtype != torch.bfloat16 or not model.layers:
+        return False
+    linears: list[PackedLinear] = [model.head]
+    for layer in model.layers:
+        linears += (layer.qkv, layer.output, layer.up, layer.down)
+    return all(isinstance(linear, NativeLinear) for linear in linears) and (
+        _native(model.head).out_dtype == torch.float32
+    )
+
+
+def _layer(layer: StepLayer) -> LayerWeights:
+    pairs: Sequence[tuple[int, int | None]] = [
+        _linear(linear) for linear in (layer.qkv, layer.output, layer.up, layer.down)
+    ]
+    qkv, output, up, down = pairs
+    return LayerWeights(
+        attention_norm=layer.attention_norm.data_ptr(),
+        qkv=qkv[0],
+        qkv_bias=qkv[1],
+        query_norm=None if layer.query_norm is None else layer.query_norm.data_ptr(),
+        key_norm=None if layer.key_norm is None else layer.key_norm.data_ptr(),
+        output=output[0],
+        output_bias=output[1],
+        mlp_norm=layer.mlp_norm.data_ptr(),
+        up=up[0],
+        up_bias=up[1],
+        down=down[0],
+        down_bias=down[1],
+        window=layer.sliding_window or 0,
+        scale=layer.scale,
+    )
+
+
+def _native(linear: PackedLinear) -> NativeLinear:
+    assert isinstance(linear, NativeLinear), "can_fuse() looked at every linear"
+    return linear
+
+
+def _linear(linear: PackedLinear) -> tuple[int, int | None]:
+    """Addresses of the packed columns and of the bias."""
+    native = _native(linear)
+    return native.packed.data_ptr(), None if native.bias is None else native.bias.data_ptr()

@@ -1,0 +1,78 @@
+"""A bfloat16 linear layer over columns packed for vdpbf16ps, as one linear stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from workers.kernels.library import Library
+
+ALIGNMENT = 64  # bytes, of packed weights
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """A bfloat16 linear layer over packed columns."""
+
+    library: Library
+    packed: torch.Tensor  # uint8, aligned
+    bias: torch.Tensor | None  # (out,) float32
+    in_features: int
+    out_features: int
+    out_dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = dense_rows(x)
+        out = torch.empty((*x.shape[:-1], self.out_features), dtype=self.out_dtype)
+        if rows.shape[0]:
+            self.library.linear(
+                rows.data_ptr(),
+                rows.stride(0),
+                rows.shape[0],
+                self.in_features,
+                self.out_features,
+                self.packed.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                out.data_ptr(),
+                self.out_dtype == torch.float32,
+                torch.get_num_threads(),
+            )
+        return out
+
+
+def can_pack(library: Library, weight: torch.Tensor) -> bool:
+    """Whether this CPU and this weight (out, in) suit the packed form: products take inputs in pairs."""
+    out_features, in_features = weight.shape
+    return (
+        library.has_linear
+        and weight.dtype == torch.bfloat16
+        and out_features > 0
+        and in_features > 0
+        and in_features % 2 == 0
+    )
+
+
+def pack(
+    library: Library, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> NativeLinear:
+    """Lays weight (out, in) out; out_dtype bfloat16 or float32. The weight itself is not kept."""
+    out_features, in_features = weight.shape
+    packed = _aligned(library.packed_bytes(out_features, in_features))
+    dense = weight.contiguous()
+    library.pack(dense.data_ptr(), out_features, in_features, packed.data_ptr(), torch.get_num_threads())
+    wide_bias = None if bias is None else bias.float().contiguous()
+    return NativeLinear(library, packed, wide_bias, in_features, out_features, out_dtype)
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as (rows, n) with a dense last axis, without a copy where it can be."""
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _aligned(num_bytes: int) -> torch.Tensor:
+    space = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
+    skip = -space.data_ptr() % ALIGNMENT
+    return space[skip : skip + num_bytes]
