@@ -188,9 +188,10 @@ def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[int]:
     deadline = time.monotonic() + grace_s
     if grace_s > 0 and cluster.head.poll() is None:
         with contextlib.suppress(ServeApiError):
-            cluster.api.delete()
+            cluster.api.remove_applications()
             while cluster.api.details().get("applications") and time.monotonic() < deadline:
                 time.sleep(0.2)
+            cluster.api.shut_down()
     if cluster.head.poll() is None:
         cluster.head.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

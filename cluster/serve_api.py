@@ -49,8 +49,17 @@ class ServeApi:
         details: dict[str, Any] = self._call("GET").json()
         return details
 
-    def delete(self) -> None:
-        """Remove all applications; they drain first."""
+    def remove_applications(self) -> None:
+        """Remove all applications; requests in flight finish. Serve's ingress stays up, which they need.
+
+        (DELETE would end the ingress at the same time and cut them.)
+        """
+        running = self.details()
+        kept = {key: running[key] for key in ("proxy_location", "http_options") if running.get(key)}
+        self._call("PUT", {**kept, "applications": []})
+
+    def shut_down(self) -> None:
+        """End Serve on the cluster, with whatever is still running on it."""
         self._call("DELETE")
 
     def is_reachable(self) -> bool:

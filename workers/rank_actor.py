@@ -29,6 +29,7 @@ class RankActor:
         self._host_address = "127.0.0.1" if start.on_loopback else ray.util.get_node_ip_address()
         self._leader: LeaderHost | None = None
         self._follower: FollowerHost | None = None
+        self._following: asyncio.Task[None] | None = None
 
     async def place(self) -> RankPlace:
         """Where this process is."""
@@ -52,14 +53,16 @@ class RankActor:
         host_module = await asyncio.to_thread(_import_rank_host)
         self._follower = host_module.FollowerHost(self._start.config, self._rank, rendezvous)
         await asyncio.to_thread(self._follower.load)
+        # Rank 0 ends its load with a step of all ranks, so following begins at once.
+        self._following = asyncio.create_task(asyncio.to_thread(self._follower.follow))
         return None
 
     async def run(self) -> str:
         """Return when this rank is over, with the reason; empty for an orderly end."""
         if self._leader is not None:
             return await self._leader.ended()
-        assert self._follower is not None, "load() first"
-        await asyncio.to_thread(self._follower.follow)
+        assert self._following is not None, "load() first"
+        await self._following
         return ""
 
     async def drain(self, timeout_s: float) -> int:
