@@ -9,26 +9,28 @@ from __future__ import annotations
 
 from workers.engine.sequence import Sequence
 
-_FIRST_GUESS = 128.0  # tokens, before anything has ended
+_GUESS_WEIGHT = 4  # ended sequences that the first guess stands for: the first to end are the short ones
 _WINDOW = 32  # ended sequences that the mean looks back on
 
 
 class OutputLengthEstimate:
     """Expected output of a sequence, in tokens."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, *, block_size: int, first_guess: int) -> None:
         self._block_size = block_size
-        self._mean = _FIRST_GUESS
-        self._num_ended = 0
+        self._mean = float(first_guess)
+        self._weight = _GUESS_WEIGHT
 
     @property
     def mean(self) -> float:
         return self._mean
 
-    def observe(self, num_output_tokens: int) -> None:
-        """A sequence ended by itself with this many tokens."""
-        self._num_ended = min(self._num_ended + 1, _WINDOW)
-        self._mean += (num_output_tokens - self._mean) / self._num_ended
+    def observe(self, num_output_tokens: int, *, was_cut: bool) -> None:
+        """A sequence ended with this many tokens. One that was cut off at its limit says only that it would
+        have been at least so long: it moves the mean up, never down."""
+        length = max(float(num_output_tokens), self._mean) if was_cut else float(num_output_tokens)
+        self._weight = min(self._weight + 1, _WINDOW)
+        self._mean += (length - self._mean) / self._weight
 
     def expected_blocks(self, sequence: Sequence) -> int:
         """Blocks of the sequence at its expected end, at most those of its last allowed token."""

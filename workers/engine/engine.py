@@ -241,7 +241,8 @@ class Engine:
             self._num_generated += 1
             reason, stop_token_id = _why_finished(sequence, token_id)
         if reason is not None:
-            self._scheduler.estimate.observe(len(sequence.output))
+            was_cut = reason is FinishReason.LENGTH
+            self._scheduler.estimate.observe(len(sequence.output), was_cut=was_cut)
             self._end(sequence, reason)
         elif sequence.state is _PREFILLING:
             self._scheduler.start_decoding(sequence)

@@ -50,6 +50,7 @@ class Scheduler:
             ("max_step_tokens", schedule.max_step_tokens),
             ("max_running", schedule.max_running),
             ("max_prefill_chunk", schedule.max_prefill_chunk),
+            ("expected_output_tokens", schedule.expected_output_tokens),
             ("block_size", block_size),
         )
         for name, limit in limits:
@@ -68,7 +69,9 @@ class Scheduler:
         self._in_progress = PrefixesInProgress()
         self._zero_blocks: list[int] = []
         self._num_steps = 0
-        self.estimate = OutputLengthEstimate(block_size)
+        self.estimate = OutputLengthEstimate(
+            block_size=block_size, first_guess=schedule.expected_output_tokens
+        )
         self.num_queued_requests = 0  # never admitted
         self.waiting_tokens = 0  # sum of all backlogs
         self.running_tokens = 0  # computed tokens of running sequences

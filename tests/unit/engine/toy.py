@@ -1,9 +1,9 @@
 """A deterministic toy model over a paged pool, and small makers of requests and engines.
 
-The toy's "keys and values" of a position are a number made of the token there, the position, and the number at the
-position before, read back through the block table. A token is chosen from all the numbers of its context. So a wrong
-block, position, stale content or a prefix with another history changes the output. Reference tokens come from
-`reference()`, which has no blocks at all.
+The toy's "keys and values" of a position are a number made of the token there, the position, and the number
+at the position before, read back through the block table. A token is chosen from all the numbers of its
+context. So a wrong block, position, stale content or a prefix with another history changes the output.
+Reference tokens come from `reference()`, which has no blocks at all.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ def make_engine(
     max_running: int = 128,
     max_prefill_chunk: int | None = None,
     max_waiting: int = 2048,
+    expected_output_tokens: int = 128,
     prefix_reuse: bool = True,
     max_model_len: int = 4096,
     eos: tuple[int, ...] = (),
@@ -205,6 +206,7 @@ def make_engine(
             max_running=max_running,
             max_prefill_chunk=max_prefill_chunk,
             max_waiting=max_waiting,
+            expected_output_tokens=expected_output_tokens,
         ),
         executor=executor,
         clock=clock,
