@@ -26,6 +26,11 @@ class LocalExecutor:
         self._kv_bytes_per_block = kv_bytes_per_block
 
     @property
+    def runner(self) -> ModelRunner:
+        """Of this process: rank 0's decoder and pool."""
+        return self._runner
+
+    @property
     def num_blocks(self) -> int:
         return self._runner.num_blocks
 
@@ -55,6 +60,11 @@ class GroupExecutor:
         self._link = link
         self._kv_bytes_per_block = kv_bytes_per_block
         self._on_close = on_close
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Of this process: rank 0's decoder and pool."""
+        return self._runner
 
     @property
     def num_blocks(self) -> int:
