@@ -49,6 +49,10 @@ class Preparer:
         self._settings = settings
         self._draw_seed = draw_seed
 
+    def close(self) -> None:
+        """Ends the threads."""
+        self._workers.close()
+
     async def chat(self, request: ChatRequest, arrival: Arrival, limits: ModelLimits) -> Work:
         """Raises ApiError."""
         prompt = await self._chat_ids(

@@ -100,6 +100,10 @@ class Service:
         """Refuse new requests from now on; running ones go on."""
         self.admission.is_draining = True
 
+    def close(self) -> None:
+        """Ends the threads that tokenize, once they have nothing to do."""
+        self._preparer.close()
+
     def limits(self) -> ModelLimits:
         """Limits of the model. Raises ApiError 503 while no group is known.
 
