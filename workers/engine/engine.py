@@ -320,9 +320,7 @@ class Engine:
 
 def _why_finished(sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
     """Whether the token just appended ends the sequence, and the id when it is an end id."""
-    if token_id in sequence.parent.end_ids and (
-        len(sequence.output) > sequence.parent.request.sampling.min_tokens
-    ):
+    if token_id in sequence.parent.end_ids:  # before min_tokens the sampler had it forbidden
         return FinishReason.STOP, token_id
     if sequence.num_known >= sequence.max_known:
         return FinishReason.LENGTH, None

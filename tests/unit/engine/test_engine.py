@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.unit.engine.toy import (
@@ -249,7 +251,7 @@ def test_the_event_log_replays_to_what_the_pool_holds() -> None:
 # -- errors and aborts --------------------------------------------------------------------------------------
 
 
-def _spoil(prompt: tuple[int, ...], at: int) -> object:
+def _spoil(prompt: tuple[int, ...], at: int) -> Callable[[SequenceSlice], str | None]:
     def error(piece: SequenceSlice) -> str | None:
         if piece.sample is None or piece.sample.prompt_token_ids != prompt:
             return None
@@ -262,7 +264,7 @@ def _spoil(prompt: tuple[int, ...], at: int) -> object:
 def test_a_numerical_error_ends_its_request_alone_and_leaves_nothing_cached(at: int) -> None:
     engine, executor = make_engine(block_size=4, max_step_tokens=8)
     bad, good = make_request("bad", numbers(14, 1), 8), make_request("good", numbers(10, 2), 8)
-    executor.spoil = _spoil(bad.prompt_token_ids, at)  # type: ignore[assignment]  # a function, made above
+    executor.spoil = _spoil(bad.prompt_token_ids, at)
     engine.add(bad)
     engine.add(good)
     transcript = run(engine)
@@ -290,6 +292,22 @@ def test_a_numerical_error_ends_its_request_alone_and_leaves_nothing_cached(at: 
     engine.add(make_request("again", bad.prompt_token_ids, 8))
     again = run(engine)
     assert (again.cached("again"), again.tokens["again", 0]) == (0, reference(bad))
+
+
+def test_blocks_that_others_hold_are_forgotten_but_not_zeroed() -> None:
+    engine, executor = make_engine(block_size=4)
+    prompt = numbers(8)
+    bad, good = make_request("bad", (*prompt, 1), 4), make_request("good", (*prompt, 2), 4)
+    engine.add(good)
+    engine.add(bad)
+    executor.spoil = _spoil(bad.prompt_token_ids, 0)
+    transcript = run(engine)
+    assert transcript.cached("good") == 0
+    assert transcript.last["bad", 0].error_code == "numerical_error"
+    assert transcript.tokens["good", 0] == reference(good)
+    # good computed blocks 0 and 1, which bad found; 2 and 3 are good's and bad's own.
+    assert [plan.zero_blocks for plan in executor.plans] == [(), (), (3,), ()]
+    assert len(replay(engine.take_events())) == 1  # good's third block, sealed later
 
 
 def test_an_error_in_one_choice_ends_all_choices_of_the_request() -> None:

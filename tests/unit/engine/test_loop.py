@@ -209,14 +209,16 @@ def test_stop_does_not_wait_longer_than_told_for_a_step_that_hangs() -> None:
         released.wait(TIMEOUT_S)
 
     executor.before_step = hang
-    with _running(engine) as (loop, _):
+    with _running(engine) as (loop, listener):
         loop.submit(make_request("a", numbers(5), 2))
         assert entered.wait(TIMEOUT_S)
+        loop.submit(make_request("b", numbers(5), 2))  # never looked at
         started = time.monotonic()
         loop.stop(0.05)
         assert time.monotonic() - started < 5
         assert loop.is_alive
         released.set()
+        assert [listener.end(name)[0].error_code for name in "ab"] == ["engine_dead"] * 2
 
 
 def test_a_listener_that_fails_ends_the_loop() -> None:

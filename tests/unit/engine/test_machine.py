@@ -60,11 +60,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.transcript = Transcript()
         self.known: set[bytes] = set()
         self.is_spoiling = False
+        self.num_spoiled = 0
         self.executor.spoil = self.spoil
 
     def spoil(self, piece: SequenceSlice) -> str | None:
         is_hit = self.is_spoiling and piece.sample is not None
         self.is_spoiling = self.is_spoiling and not is_hit
+        self.num_spoiled += is_hit
         return "not a number" if is_hit else None
 
     @rule(
@@ -150,6 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert (stats.active_blocks, stats.waiting_tokens, stats.running_tokens) == (0, 0, 0)
         replay(self.engine.take_events(), self.known)
         assert len(self.known) == stats.cached_blocks
+        assert stats.finished_error_total <= self.num_spoiled
         for request_id, request in self.requests.items():
             for choice in range(request.num_choices):
                 self.check_choice(request_id, choice, request)
@@ -161,7 +164,9 @@ class EngineMachine(RuleBasedStateMachine):
         last = self.transcript.last.get((request_id, choice))
         if last is None:
             assert request_id in self.aborted
-        elif last.finish_reason is not FinishReason.ERROR:
+        elif last.finish_reason is FinishReason.ERROR:
+            assert last.error_code == "numerical_error"
+        else:
             assert tokens == expected
             first = self.transcript.first[request_id, choice]
             wants_scores = choice == 0 and request.sampling.num_prompt_logprobs is not None

@@ -235,3 +235,22 @@ def test_the_oldest_gets_on_in_the_smallest_pool() -> None:
     assert [key[0] for key in transcript.last] == [request.request_id for request in requests]
     for request in requests:
         assert transcript.tokens[request.request_id, 0] == reference(request)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    engine, executor = make_engine(num_blocks=9, block_size=4, expected_output_tokens=1)
+    for request in (
+        make_request("old", numbers(7, 1), 14),
+        make_request("long", numbers(11, 2), 12),
+        make_request("short", numbers(3, 3), 12),
+    ):
+        engine.add(request)
+    while engine.stats().active_blocks < 9:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().preemptions_total == 0
+    engine.add(make_request("urgent", numbers(2, 4), 1, priority=-1))
+    engine.step()
+    assert (engine.stats().preemptions_total, engine.stats().num_waiting) == (1, 2)
+    assert all(len(piece.token_ids) == 1 for piece in executor.plans[-1].slices)
