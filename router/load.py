@@ -18,7 +18,7 @@ DEFAULT_STEP_S = 0.02
 
 _MIN_OBSERVED_TOKENS = 128  # less than this says more about the length of a step than about the rate
 _LEARNING_RATE = 0.2  # share of a new observation in the mean
-_WORK_HALF_LIFE_S = 60.0
+_WORK_HALF_LIFE_S = 300.0
 _STATS_UNTIL_COUNTED = 2
 
 

@@ -42,9 +42,13 @@ class PolicyConfig:
     policy: PlacementPolicy = PlacementPolicy.PREFIX
     expected_output_tokens: int = 128  # new tokens a choice is expected to have, when it may have as many
     delay_weight: float = 0.5  # ms charged for the others' sake per ms of our own prefill
+    delay_per_sequence: float = 0.1  # and as many more per sequence that is there
     row_share: float = 0.02  # how much longer a decode step takes per further sequence, of its length
     decode_token_weight: float = 10.0  # work of a new token in prompt tokens, for `balance`
-    balance_weight: float = 0.03  # ms charged per ms of work that a group got more than the least worked one
+    balance_weight: float = (
+        0.03  # tokens charged per token of work that a group got more than the least worked
+    )
+    max_balance_tokens: float = 2000.0  # at most as many: a group that has just joined must not be flooded
     silent_after_s: float = 3.0  # a group silent for longer comes last
     silent_cost_ms: float = 60_000.0
 
@@ -144,11 +148,11 @@ def _terms(
     return {
         "queue": (load.waiting_tokens + load.charged_tokens) * ms_per_token,
         "prefill": split.uncached * ms_per_token,
-        "delay": config.delay_weight * split.uncached * ms_per_token,
+        "delay": (config.delay_weight + config.delay_per_sequence * sharing) * split.uncached * ms_per_token,
         "decode": steps * step_ms * config.row_share * sharing,
         "memory": _memory_wait_steps(request, load, split, config) * step_ms,
         "silent": config.silent_cost_ms if load.silent_s > config.silent_after_s else 0.0,
-        "balance": config.balance_weight * extra_work * ms_per_token,
+        "balance": min(config.balance_weight * extra_work, config.max_balance_tokens) * ms_per_token,
     }
 
 

@@ -40,13 +40,13 @@ def test_terms_are_milliseconds_and_add_up() -> None:
     assert choice.terms == {
         "queue": 125.0,  # 500 tokens at 4 a millisecond
         "prefill": 50.0,  # 200 uncached tokens
-        "delay": 25.0,
+        "delay": 50.0,  # half as much for those who may come, a tenth for each of the 5 others
         "decode": pytest.approx(256.0),  # 128 steps of 20 ms, each 10 % longer for 5 others
         "memory": 0.0,
         "silent": 0.0,
         "balance": 0.0,
     }
-    assert choice.cost_ms == pytest.approx(456.0)
+    assert choice.cost_ms == pytest.approx(481.0)
 
 
 def test_the_cached_prefix_decides_between_idle_groups() -> None:
@@ -128,6 +128,8 @@ def test_recent_work_decides_between_equals_and_replicates_a_prefix_late() -> No
     assert order(rank(REQUEST, [busy, load(B)], {}, CONFIG)) == [B, A]
     assert order(rank(REQUEST, [busy, load(B)], {A: 30}, CONFIG)) == [A, B]  # 480 tokens save 180 ms
     assert order(rank(REQUEST, [busy, load(B)], {A: 20}, CONFIG)) == [B, A]  # 320 save 120, 3 % are 150
+    (new, old) = rank(REQUEST, [load(A, recent_work_tokens=1e9), load(B)], {}, CONFIG)
+    assert (new.terms["balance"], old.terms["balance"]) == (0.0, 500.0)  # bounded
 
 
 def test_work_counts_new_tokens_more_than_prompt_tokens() -> None:
@@ -175,11 +177,11 @@ def test_the_first_token_ends_the_charge_and_measures_the_rate() -> None:
     assert load_of_a.view(20.0, 0.0).prefill_tokens_per_s == view.prefill_tokens_per_s
 
 
-def test_recent_work_halves_every_minute() -> None:
+def test_recent_work_halves_every_five_minutes() -> None:
     load_of_a = tracker()
     load_of_a.on_sent(RequestId("r1"), 0, 1000.0, now_s=0.0)
     load_of_a.on_ended(RequestId("r1"))
-    assert load_of_a.view(60.0, 0.0).recent_work_tokens == pytest.approx(500.0)
-    load_of_a.on_sent(RequestId("r2"), 0, 1000.0, now_s=60.0)
-    assert load_of_a.view(120.0, 1.0).recent_work_tokens == pytest.approx(750.0)
-    assert load_of_a.view(120.0, 1.0).silent_s == 1.0
+    assert load_of_a.view(300.0, 0.0).recent_work_tokens == pytest.approx(500.0)
+    load_of_a.on_sent(RequestId("r2"), 0, 1000.0, now_s=300.0)
+    assert load_of_a.view(600.0, 1.0).recent_work_tokens == pytest.approx(750.0)
+    assert load_of_a.view(600.0, 1.0).silent_s == 1.0
