@@ -1,0 +1,262 @@
+"""Groups that fail or refuse, clients that leave, queues that are full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from router.dispatch import GroupState, Unavailable
+from router.metrics import CLIENT_ERRORS, DISCONNECTS, GENERATION_TOKENS, REQUESTS, SERVER_ERRORS
+from tests.unit.router.client import CHAT, COMPLETIONS, call, error_of, events, server, streamed_text, wait_until
+from tests.unit.router.fakes import INFO, FakeDispatcher, chunks_of, says, stack
+from workers.types import FinishReason, GroupStats, TokenChunk
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def fails(code: str, *, after: int) -> Any:
+    """A script that ends with an error chunk after some tokens."""
+
+    def script(request: Any) -> Any:
+        chunks = chunks_of(request, [75] * 9)
+        for _ in range(after):
+            yield next(chunks)
+        yield TokenChunk(
+            request_id=request.request_id,
+            choice=0,
+            finish_reason=FinishReason.ERROR,
+            error="rank 1 died",
+            error_code=code,
+        )
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("engine_dead", 503),
+        ("server_is_overloaded", 503),
+        ("invalid_value", 400),
+        ("context_length_exceeded", 400),
+        ("nonfinite_logits", 500),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_group_error_before_the_first_token(code: str, status: int, stream: bool) -> None:
+    router = stack(FakeDispatcher(fails(code, after=0)))
+    response = call(router.app, COMPLETIONS, {"prompt": "a", "stream": stream})
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["message"]) == (status, code, "rank 1 died")
+    if status == 503:
+        assert error["type"] == "service_unavailable_error"
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.headers["x-should-retry"] == "true"
+    if status == 500:
+        assert response.headers["x-should-retry"] == "false"
+    counter = CLIENT_ERRORS if status == 400 else SERVER_ERRORS
+    assert router.service.metrics.value(counter, code) == 1
+    assert router.service.metrics.value(REQUESTS, "error") == 1
+    assert router.service.admission.num_inflight == 0
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_group_error_in_a_stream(path: str) -> None:
+    router = stack(FakeDispatcher(fails("engine_dead", after=2)))
+    body = {"stream": True, **({"messages": HI} if path == CHAT else {"prompt": "a"})}
+    response = call(router.app, path, body)
+    found = events(response.text)
+    assert response.status_code == 200
+    assert streamed_text(found[:-1]) == "ii"
+    assert found[-1] == {
+        "error": {
+            "message": "rank 1 died",
+            "type": "service_unavailable_error",
+            "param": None,
+            "code": "engine_dead",
+        }
+    }
+    assert router.service.metrics.value(SERVER_ERRORS, "engine_dead") == 1
+    assert router.service.metrics.value(GENERATION_TOKENS) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_group_takes_it(stream: bool) -> None:
+    error = Unavailable("every group is full", retry_after_s=7.2)
+    router = stack(FakeDispatcher(error=error))
+    for prompt in ("a", ["a", "b"]):
+        response = call(router.app, COMPLETIONS, {"prompt": prompt, "stream": stream})
+        assert (response.status_code, error_of(response)["code"]) == (503, "server_is_overloaded")
+        assert response.headers["retry-after"] == "7"
+        assert response.headers["retry-after-ms"] == "7200"
+
+
+def test_no_group_at_all() -> None:
+    app = stack(FakeDispatcher(states=())).app
+    response = call(app, COMPLETIONS, {"prompt": "a"})
+    assert (response.status_code, error_of(response)["code"]) == (503, "no_ready_group")
+    assert call(app, "/health").status_code == 503
+    assert call(app, "/ready").status_code == 503
+    assert call(app, "/v1/models").json()["data"][0]["max_model_len"] is None
+    assert call(app, COMPLETIONS, {"prompt": "a", "n": 0}).status_code == 400
+
+
+def test_ready_needs_every_group() -> None:
+    other = GroupState(info=INFO, stats=GroupStats(), ready=False)
+    dispatcher = FakeDispatcher()
+    dispatcher.states = (*dispatcher.states, other)
+    app = stack(dispatcher).app
+    assert call(app, "/ready").json() == {"ready": False}
+    assert call(app, "/health").status_code == 200
+
+
+def test_our_own_fault_says_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:
+    router = stack(FakeDispatcher(error=RuntimeError("secret /path")))
+    response = call(router.app, COMPLETIONS, {"prompt": "my prompt"})
+    assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
+    assert "secret" not in response.text and "my prompt" not in response.text
+    assert "secret" in caplog.text and "my prompt" not in caplog.text
+
+
+def test_full_queue_and_draining() -> None:
+    async def run() -> None:
+        gate = asyncio.Semaphore(0)
+        router = stack(FakeDispatcher(gate=gate), max_queued_requests=2)
+        transport = httpx.ASGITransport(app=router.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            waiting = [asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"})) for _ in range(2)]
+            while router.service.admission.num_queued < 2:
+                await asyncio.sleep(0.001)
+            began_at = time.monotonic()
+            refused = await client.post(COMPLETIONS, json={"prompt": "a"})
+            assert time.monotonic() - began_at < 0.5
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_is_overloaded")
+            assert float(refused.headers["retry-after-ms"]) > 0
+            for _ in range(100):
+                gate.release()
+            assert [(await task).status_code for task in waiting] == [200, 200]
+            assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
+            router.service.start_draining()
+            drained = await client.post(COMPLETIONS, json={"prompt": "a"})
+            assert (drained.status_code, drained.json()["error"]["code"]) == (503, "draining")
+            assert (await client.get("/ready")).status_code == 503
+        assert router.service.admission.num_inflight == 0
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_own_limit_of_a_key(tmp_path: Any) -> None:
+    async def run() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("alpha\nbeta\n")
+        keys.chmod(0o600)
+        gate = asyncio.Semaphore(0)
+        router = stack(FakeDispatcher(gate=gate), api_keys_file=str(keys), max_requests_per_key=1)
+        transport = httpx.ASGITransport(app=router.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+
+            def post(key: str) -> Any:
+                return client.post(COMPLETIONS, json={"prompt": "a"}, headers={"authorization": f"Bearer {key}"})
+
+            first = asyncio.create_task(post("alpha"))
+            while not router.service.admission.num_queued:
+                await asyncio.sleep(0.001)
+            refused = await post("alpha")
+            assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert "retry-after" in refused.headers
+            other = asyncio.create_task(post("beta"))
+            for _ in range(100):
+                gate.release()
+            assert (await other).status_code == (await first).status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def send_and_leave(url: str, body: dict[str, Any], *, after: bytes | None, half_close: bool = False) -> None:
+    """Sends a request on a plain socket and closes it, once `after` has come back."""
+    host, port = url.removeprefix("http://").split(":")
+    raw = json.dumps(body).encode()
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(raw)}\r\n\r\n".encode()
+            + raw
+        )
+        seen = b""
+        while after is not None and after not in seen:
+            seen += connection.recv(4096)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(5)
+            while connection.recv(4096):
+                pass
+        else:
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("half_close", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_leaves(stream: bool, prompt: Any, half_close: bool) -> None:
+    endless = says("x" * 3000)
+    router = stack(FakeDispatcher(endless, gate=asyncio.Semaphore(20)))
+    count = len(prompt)
+    with server(router) as url:
+        body = {"prompt": prompt, "max_tokens": 3000, "stream": stream}
+        # A plain request, and one in the queue, give nothing back before the client leaves.
+        after = b'"text":"x"' if stream else None
+        send_and_leave(url, body, after=after, half_close=half_close)
+        wait_until(lambda: router.dispatcher.num_cancelled == count)
+        assert router.dispatcher.num_open == 0
+        wait_until(lambda: router.service.metrics.value(DISCONNECTS) == 1)
+        assert router.service.metrics.value(REQUESTS, "aborted") == 1
+        assert router.service.admission.num_inflight == 0
+    router.service.close()
+
+
+def test_client_leaves_the_queue() -> None:
+    router = stack(FakeDispatcher(gate=asyncio.Semaphore(0)))
+    with server(router) as url:
+        for stream in (False, True):
+            send_and_leave(url, {"prompt": "a", "stream": stream}, after=None)
+        wait_until(lambda: router.dispatcher.num_cancelled == 2)
+        wait_until(lambda: router.service.metrics.value(REQUESTS, "aborted") == 2)
+        assert router.service.admission.num_queued == 0
+        assert router.service.metrics.ttft_s.cumulative()[-1] == ("+Inf", 0)
+
+
+def test_silent_stream_gets_comments_and_then_its_error() -> None:
+    gate = asyncio.Semaphore(0)
+    router = stack(FakeDispatcher(gate=gate), keep_alive_s=0.1, max_request_s=0.4)
+    with server(router) as url:
+        response = httpx.post(url + COMPLETIONS, json={"prompt": "a", "stream": True}, timeout=10)
+    assert response.status_code == 200
+    assert response.text.startswith(": keep-alive\n\n")
+    assert response.text.count(": keep-alive") >= 2
+    assert events(response.text)[-1]["error"]["code"] == "deadline_exceeded"
+    assert router.dispatcher.num_open == 0
+
+
+def test_too_long_whole_answer() -> None:
+    router = stack(FakeDispatcher(gate=asyncio.Semaphore(0)), max_request_s=0.1)
+    response = call(router.app, COMPLETIONS, {"prompt": "a"})
+    assert (response.status_code, error_of(response)["code"]) == (504, "deadline_exceeded")
+    assert router.dispatcher.num_open == 0
+
+
+def test_slow_body() -> None:
+    router = stack(body_timeout_s=0.2)
+    with server(router) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100\r\n\r\n{"
+            )
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
