@@ -27,17 +27,28 @@ def root_hash(salt: str) -> BlockHash:
 
 def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Hash of one full block, given the hash of the block before it."""
-    packed = array("I", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return BlockHash(blake2b(parent + packed.tobytes(), digest_size=_DIGEST_BYTES).digest())
+    return _digest(parent, _pack(token_ids))
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[BlockHash]:
     """Hashes of all full blocks of a token sequence, in order."""
     parent = root_hash(salt)
     hashes = []
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        parent = chain_hash(parent, token_ids[end - block_size : end])
+    num_blocks = len(token_ids) // block_size
+    packed = _pack(token_ids[: num_blocks * block_size])
+    num_bytes = len(packed) // num_blocks if num_blocks else 0
+    for number in range(num_blocks):
+        parent = _digest(parent, packed[number * num_bytes : (number + 1) * num_bytes])
         hashes.append(parent)
     return hashes
+
+
+def _digest(parent: BlockHash, packed: bytes) -> BlockHash:
+    return BlockHash(blake2b(parent + packed, digest_size=_DIGEST_BYTES).digest())
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
