@@ -34,6 +34,8 @@ from workers.wire import (
 
 MAX_OUTGOING_BYTES = 8 << 20  # written but not taken by the peer
 
+_LINGER_S = 5.0
+
 
 class Channel(asyncio.Protocol):
     """A connection that speaks frames.
@@ -89,10 +91,11 @@ class Channel(asyncio.Protocol):
         self._transport.write(data)
 
     def close(self, reason: str) -> None:
-        """Sends what is waiting, then closes."""
+        """Sends what is waiting, then closes; a peer that does not take it has `_LINGER_S`."""
         if self._transport is not None and self._reason is None:
             self._reason = reason
             self._transport.close()
+            asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
 
     def drop(self, reason: str) -> None:
         """Closes at once; what is waiting is lost."""

@@ -128,8 +128,7 @@ class StreamServer:
         self._server = await self._loop.create_server(self._new_channel, host, port, backlog=256)
         self._heartbeat = self._loop.create_task(self._beat())
         self._wake()  # outputs from before the start
-        bound_host, bound_port = self._server.sockets[0].getsockname()[:2]
-        return str(bound_host), int(bound_port)
+        return host, int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self, reason: str) -> None:
         """Aborts every request, says goodbye and closes. May be called twice."""
@@ -271,7 +270,7 @@ class StreamServer:
             return
         assert self._loop is not None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._connections[channel] = _Client(channel=channel, nonce=nonce, connected_s=self._loop.time())
+        self._connections[channel] = _Client(channel, nonce, connected_s=self._loop.time())
         channel.send(Challenge(nonce=nonce))
 
     def _message(self, channel: Channel, message: Message) -> None:
@@ -376,18 +375,21 @@ class StreamServer:
     async def _beat(self) -> None:
         """Heartbeats, and the end of clients that do not answer them."""
         assert self._loop is not None
+        beaten_s = self._loop.time()
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
-            now = self._loop.time()
+            now_s = self._loop.time()
+            was_late = now_s - beaten_s > 2 * self._limits.heartbeat_s + 0.5  # answers may just be unread
+            beaten_s = now_s
             beat = encode(Stats(stats=self._stats)) + encode(Ping())
             for client in list(self._connections.values()):
-                if client.client_id is None:
-                    if now - client.connected_s > self._limits.greeting_timeout_s:
-                        client.channel.drop("no HELLO in time")
-                elif now - client.channel.heard_s > self._limits.dead_after_s:
-                    client.channel.drop(f"silent for more than {self._limits.dead_after_s:g} s")
-                else:
+                silent_s = now_s - client.channel.heard_s
+                if client.client_id is not None:
                     client.channel.write(beat)
+                elif now_s - client.connected_s > self._limits.greeting_timeout_s and not was_late:
+                    client.channel.drop("no HELLO in time")
+                if silent_s > self._limits.dead_after_s and not was_late:
+                    client.channel.drop(f"silent for {silent_s:.1f} s")
 
     def _dismiss_all(self, reason: str) -> None:
         for client in list(self._connections.values()):
