@@ -13,12 +13,9 @@ from math import exp2
 from router.policy import GroupLoad
 from workers.types import GroupId, GroupStats, RequestId
 
-DEFAULT_PREFILL_TOKENS_PER_S = 4000.0
-DEFAULT_STEP_S = 0.02
-
 _MIN_OBSERVED_TOKENS = 128  # less than this says more about the length of a step than about the rate
-_LEARNING_RATE = 0.2  # share of a new observation in the mean
-_WORK_HALF_LIFE_S = 300.0
+_LEARNING_RATE = 0.2  # least share of a new observation in the mean; the first ones count fully
+_RECENT_HALF_LIFE_S = 300.0
 _STATS_UNTIL_COUNTED = 2
 
 
@@ -44,9 +41,10 @@ class LoadTracker:
         self._sent: dict[RequestId, _Sent] = {}
         self._charged: dict[RequestId, _Sent] = {}  # of those, the ones that the stats do not include yet
         self._charged_tokens = 0
-        self._prefill_tokens_per_s = DEFAULT_PREFILL_TOKENS_PER_S
-        self._work_tokens = 0.0
-        self._work_s = 0.0  # when _work_tokens was true
+        self._prefill_tokens_per_s: float | None = None
+        self._num_rates = 0  # observations in it
+        self._recent_requests = 0.0
+        self._recent_s = 0.0  # when _recent_requests was true
 
     @property
     def stats(self) -> GroupStats:
@@ -66,14 +64,14 @@ class LoadTracker:
             if sent.num_stats >= _STATS_UNTIL_COUNTED:
                 self._uncharge(request_id)
 
-    def on_sent(self, request_id: RequestId, uncached_tokens: int, work_tokens: float, now_s: float) -> None:
+    def on_sent(self, request_id: RequestId, uncached_tokens: int, now_s: float) -> None:
         """A request is on its way to the group."""
         before = self._stats.waiting_tokens + self._charged_tokens
         sent = _Sent(uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s)
         self._sent[request_id] = self._charged[request_id] = sent
         self._charged_tokens += uncached_tokens
-        self._work_tokens = self._decayed_work(now_s) + work_tokens
-        self._work_s = now_s
+        self._recent_requests = self._recent(now_s) + 1.0
+        self._recent_s = now_s
 
     def on_accepted(self, request_id: RequestId) -> None:
         """The group has taken it."""
@@ -89,8 +87,7 @@ class LoadTracker:
         self._uncharge(request_id)
         tokens = sent.tokens_before + sent.uncached_tokens
         if tokens >= _MIN_OBSERVED_TOKENS and now_s > sent.sent_s:
-            rate = min(max(tokens / (now_s - sent.sent_s), 1.0), 1e7)
-            self._prefill_tokens_per_s += _LEARNING_RATE * (rate - self._prefill_tokens_per_s)
+            self._learn(tokens / (now_s - sent.sent_s))
 
     def on_ended(self, request_id: RequestId) -> None:
         """The request is over, however it ended; unknown ids are ignored."""
@@ -104,7 +101,7 @@ class LoadTracker:
             group_id=self._group_id,
             block_size=self._block_size,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
-            step_s=stats.step_seconds or DEFAULT_STEP_S,
+            step_s=stats.step_seconds or None,
             waiting_tokens=stats.waiting_tokens,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -113,7 +110,7 @@ class LoadTracker:
             charged_tokens=self._charged_tokens,
             charged_requests=len(self._charged),
             own_requests=len(self._sent),
-            recent_work_tokens=self._decayed_work(now_s),
+            recent_requests=self._recent(now_s),
             silent_s=silent_s,
         )
 
@@ -121,5 +118,11 @@ class LoadTracker:
         if (sent := self._charged.pop(request_id, None)) is not None:
             self._charged_tokens -= sent.uncached_tokens
 
-    def _decayed_work(self, now_s: float) -> float:
-        return self._work_tokens * exp2(-max(now_s - self._work_s, 0.0) / _WORK_HALF_LIFE_S)
+    def _learn(self, tokens_per_s: float) -> None:
+        self._num_rates += 1
+        mean = self._prefill_tokens_per_s or 0.0
+        share = max(_LEARNING_RATE, 1.0 / self._num_rates)
+        self._prefill_tokens_per_s = max(mean + share * (tokens_per_s - mean), 1.0)
+
+    def _recent(self, now_s: float) -> float:
+        return self._recent_requests * exp2(-max(now_s - self._recent_s, 0.0) / _RECENT_HALF_LIFE_S)

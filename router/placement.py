@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from router.link import GroupLink
-from router.policy import Choice, PolicyConfig, RequestView, rank, split_prompt, work_tokens
+from router.policy import Choice, PolicyConfig, RequestView, rank, split_prompt
 from router.prefix_index import PrefixIndex
 from workers.hashing import BlockHash, block_hashes
 from workers.types import GenerateRequest, GroupId, RequestId
@@ -75,9 +75,8 @@ class Placement:
         info, now_s = link.info, self._clock()
         chain = chains.get(info.block_size, ())
         matched = self._index.match(chain).get(info.group_id, 0)
-        view = _view(request, chains, 0)
-        uncached = split_prompt(view, info.block_size, matched).uncached
-        link.load.on_sent(wire_id, uncached, work_tokens(view, uncached, self._policy), now_s)
+        uncached = split_prompt(_view(request, chains, 0), info.block_size, matched).uncached
+        link.load.on_sent(wire_id, uncached, now_s)
         self._index.expect(info.group_id, chain)
 
     def explain(self, request_id: RequestId) -> Decision | None:

@@ -9,11 +9,12 @@ Every group gets a cost in predicted milliseconds, the sum of terms that are kep
     decode    our tokens come slower, the more sequences share a step with them
     memory    blocks that running requests must give back first
     silent    the group has not been heard for longer than its heartbeat
-    balance   a small charge for having been given more work lately, so that groups that are equal otherwise
-              take turns and an idle group gets its share of a hot prefix after a while
+    balance   a small charge for having been given more requests lately, so that groups that are equal
+              otherwise take turns, and an idle group gets its share of a hot prefix after a while
 
 Lowest cost first; equal costs go to the group with fewer requests of ours, then by a hash of prompt and
-group, so that all router replicas spread cold prompts alike. Rates are measured (`router.load`), not given.
+group, so that all router replicas spread cold prompts alike. Rates are measured (`router.load`); a group that
+has not been measured yet is taken to be like the others.
 """
 
 from __future__ import annotations
@@ -37,18 +38,17 @@ class PlacementPolicy(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    """Weights of the cost. The defaults suit small and large groups, since rates are measured."""
+    """Weights of the cost. They suit small and large groups, since rates are measured."""
 
     policy: PlacementPolicy = PlacementPolicy.PREFIX
     expected_output_tokens: int = 128  # new tokens a choice is expected to have, when it may have as many
     delay_weight: float = 0.5  # ms charged for the others' sake per ms of our own prefill
     delay_per_sequence: float = 0.1  # and as many more per sequence that is there
     row_share: float = 0.02  # how much longer a decode step takes per further sequence, of its length
-    decode_token_weight: float = 10.0  # work of a new token in prompt tokens, for `balance`
-    balance_weight: float = (
-        0.03  # tokens charged per token of work that a group got more than the least worked
-    )
+    balance_tokens: float = 35.0  # prompt tokens charged per request that a group got more than another
     max_balance_tokens: float = 2000.0  # at most as many: a group that has just joined must not be flooded
+    default_prefill_tokens_per_s: float = 4000.0  # until any group has been measured
+    default_step_s: float = 0.02
     silent_after_s: float = 3.0  # a group silent for longer comes last
     silent_cost_ms: float = 60_000.0
 
@@ -70,8 +70,8 @@ class GroupLoad:
 
     group_id: GroupId
     block_size: int  # tokens
-    prefill_tokens_per_s: float
-    step_s: float  # length of a step
+    prefill_tokens_per_s: float | None = None  # None: not measured yet
+    step_s: float | None = None  # length of a step
     waiting_tokens: int = 0  # prompt tokens not computed yet, as the group says
     num_running: int = 0
     num_waiting: int = 0
@@ -80,7 +80,7 @@ class GroupLoad:
     charged_tokens: int = 0  # uncached prompt tokens sent there that its stats do not count yet
     charged_requests: int = 0
     own_requests: int = 0  # of this router, unfinished
-    recent_work_tokens: float = 0.0  # given by this router lately, in prompt tokens
+    recent_requests: float = 0.0  # that this router gave it lately, older ones counting less
     silent_s: float = 0.0
 
 
@@ -102,12 +102,18 @@ def rank(
     if config.policy is PlacementPolicy.ROUND_ROBIN:
         return _in_turn(request, loads, config)
     use_cache = config.policy is PlacementPolicy.PREFIX
-    least_work = min((load.recent_work_tokens for load in loads), default=0.0)
+    usual = _Usual(
+        prefill_tokens_per_s=_mean(
+            [load.prefill_tokens_per_s for load in loads], config.default_prefill_tokens_per_s
+        ),
+        step_s=_mean([load.step_s for load in loads], config.default_step_s),
+        recent_requests=min((load.recent_requests for load in loads), default=0.0),
+    )
     ranked = []
     for load in loads:
         matched = matches.get(load.group_id, 0) if use_cache else 0
         split = split_prompt(request, load.block_size, matched)
-        terms = _terms(request, load, split, load.recent_work_tokens - least_work, config)
+        terms = _terms(request, load, split, usual, config)
         choice = Choice(load.group_id, sum(terms.values()), terms)
         spread = blake2b(request.spread_key + load.group_id.encode(), digest_size=8).digest()
         ranked.append((round(choice.cost_ms, 1), load.own_requests, spread, choice))
@@ -129,9 +135,17 @@ def split_prompt(request: RequestView, block_size: int, matched_blocks: int) -> 
     return TokenSplit(cached, request.num_prompt_tokens - cached)
 
 
-def work_tokens(request: RequestView, uncached_tokens: int, config: PolicyConfig) -> float:
-    """Work that a request gives a group, in prompt tokens."""
-    return uncached_tokens + config.decode_token_weight * _expected_output(request, config)
+class _Usual(NamedTuple):
+    """What the groups have in common."""
+
+    prefill_tokens_per_s: float  # mean of the measured ones
+    step_s: float
+    recent_requests: float  # of the group with the fewest
+
+
+def _mean(values: Sequence[float | None], default: float) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else default
 
 
 def _expected_output(request: RequestView, config: PolicyConfig) -> int:
@@ -139,10 +153,11 @@ def _expected_output(request: RequestView, config: PolicyConfig) -> int:
 
 
 def _terms(
-    request: RequestView, load: GroupLoad, split: TokenSplit, extra_work: float, config: PolicyConfig
+    request: RequestView, load: GroupLoad, split: TokenSplit, usual: _Usual, config: PolicyConfig
 ) -> dict[str, float]:
-    ms_per_token = 1000.0 / load.prefill_tokens_per_s
-    step_ms = load.step_s * 1000.0
+    ms_per_token = 1000.0 / (load.prefill_tokens_per_s or usual.prefill_tokens_per_s)
+    step_ms = 1000.0 * (load.step_s or usual.step_s)
+    ahead_tokens = config.balance_tokens * (load.recent_requests - usual.recent_requests)
     sharing = load.num_running + load.num_waiting + load.charged_requests
     steps = _expected_output(request, config) / request.num_choices
     return {
@@ -152,7 +167,7 @@ def _terms(
         "decode": steps * step_ms * config.row_share * sharing,
         "memory": _memory_wait_steps(request, load, split, config) * step_ms,
         "silent": config.silent_cost_ms if load.silent_s > config.silent_after_s else 0.0,
-        "balance": min(config.balance_weight * extra_work, config.max_balance_tokens) * ms_per_token,
+        "balance": min(ahead_tokens, config.max_balance_tokens) * 1000.0 / usual.prefill_tokens_per_s,
     }
 
 

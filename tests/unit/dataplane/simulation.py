@@ -33,11 +33,19 @@ from workers.types import (
 )
 
 BLOCK_SIZE = 16
-STEP_BASE_S = 0.015
-STEP_PER_PROMPT_TOKEN_S = 0.00025
-STEP_PER_ROW_S = 0.0006
 MAX_STEP_TOKENS = 512
 STATS_PERIOD_S = 0.05
+
+
+class Speed(NamedTuple):
+    """Length of a step."""
+
+    base_s: float
+    per_prompt_token_s: float
+    per_row_s: float
+
+
+SMALL_MODEL = Speed(base_s=0.015, per_prompt_token_s=0.00025, per_row_s=0.0006)
 
 
 class World:
@@ -84,7 +92,7 @@ class Job:
 class SimGroup:
     """One group with `num_blocks` blocks of cache."""
 
-    def __init__(self, world: World, name: str, num_blocks: int) -> None:
+    def __init__(self, world: World, name: str, num_blocks: int, speed: Speed) -> None:
         self.info = GroupInfo(
             group_id=GroupId(name), epoch=1, role=Role.UNIFIED, model="m", model_hash="", dtype="bfloat16",
             tensor_parallel=1, vocab_size=50_000, max_model_len=8192, block_size=BLOCK_SIZE,
@@ -100,6 +108,7 @@ class SimGroup:
         self.index: PrefixIndex | None = None
         self.on_token: Callable[[Job], None] = lambda job: None
         self._world = world
+        self._speed = speed
         self._cached: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
         self._number = 0
         self._is_running = False
@@ -130,7 +139,8 @@ class SimGroup:
             budget -= size
             in_work.update(job.chain)
         num_prompt = sum(size for _, size in chunks)
-        step_s = STEP_BASE_S + STEP_PER_PROMPT_TOKEN_S * num_prompt + STEP_PER_ROW_S * len(rows)
+        speed = self._speed
+        step_s = speed.base_s + speed.per_prompt_token_s * num_prompt + speed.per_row_s * len(rows)
         self._mean_step_s += 0.1 * (step_s - self._mean_step_s) if self._num_steps else step_s
         self._world.after(step_s, lambda: self._end_step(rows, chunks))
 
@@ -270,10 +280,17 @@ class Outcome(NamedTuple):
         return max(self.work_tokens.values()) / max(min(self.work_tokens.values()), 1)
 
 
-def simulate(work: Work, policy: PlacementPolicy, *, num_groups: int = 2, num_blocks: int = 8192) -> Outcome:
+def simulate(
+    work: Work,
+    policy: PlacementPolicy,
+    *,
+    num_groups: int = 2,
+    num_blocks: int = 8192,
+    speed: Speed = SMALL_MODEL,
+) -> Outcome:
     """Runs the work to its end."""
     world = World()
-    groups = [SimGroup(world, f"g{i}", num_blocks) for i in range(num_groups)]
+    groups = [SimGroup(world, f"g{i}", num_blocks, speed) for i in range(num_groups)]
     router = SimRouter(world, groups, policy)
     waiting = list(enumerate(work.chains))
 

@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 
 from router.policy import PlacementPolicy
-from tests.unit.dataplane.simulation import Conversations, Outcome, Work, simulate
+from tests.unit.dataplane.simulation import SMALL_MODEL, Conversations, Outcome, Speed, Work, simulate
 
 PREFIX, LEAST_LOADED, ROUND_ROBIN = PlacementPolicy
 
 
-def unlimited(work: Work) -> Outcome:
+def unlimited(work: Work, speed: Speed = SMALL_MODEL) -> Outcome:
     """One group with room for everything: the most that can be found in a cache."""
-    return simulate(work, PREFIX, num_groups=1, num_blocks=1_000_000)
+    return simulate(work, PREFIX, num_groups=1, num_blocks=1_000_000, speed=speed)
 
 
 @pytest.mark.parametrize(("max_concurrent", "seed"), [(40, 0), (40, 1), (8, 0), (8, 1), (1, 0)])
@@ -31,6 +31,16 @@ def test_conversations_with_one_system_prompt(max_concurrent: int, seed: int) ->
     assert aware.cached_tokens > unaware.cached_tokens
     assert aware.prompt_tokens == unaware.prompt_tokens
     assert aware.seconds < 1.02 * unaware.seconds
+
+
+@pytest.mark.parametrize("max_concurrent", [8, 2, 1])
+def test_a_fast_model_with_short_turns_is_balanced_too(max_concurrent: int) -> None:
+    chains = Conversations(question_tokens=(24, 24), answer_tokens=(16, 16)).chains()
+    work = Work(chains, max_concurrent, pause_s=0.01)
+    speed = Speed(base_s=0.002, per_prompt_token_s=30e-6, per_row_s=100e-6)
+    best, aware = unlimited(work, speed), simulate(work, PREFIX, speed=speed)
+    assert aware.cached_tokens >= 0.97 * best.cached_tokens
+    assert aware.request_ratio <= 1.25
 
 
 @pytest.mark.parametrize("policy", [LEAST_LOADED, ROUND_ROBIN])
@@ -49,7 +59,7 @@ def test_pools_that_hold_half_of_the_conversations_each() -> None:
     best = unlimited(work)
     aware = simulate(work, PREFIX, num_blocks=2400)
     unaware = simulate(work, ROUND_ROBIN, num_blocks=2400)
-    assert aware.cached_tokens >= 0.85 * best.cached_tokens
+    assert aware.cached_tokens >= 0.8 * best.cached_tokens
     assert unaware.cached_tokens <= 0.65 * best.cached_tokens
 
 

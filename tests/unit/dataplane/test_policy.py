@@ -14,7 +14,6 @@ from router.policy import (
     RequestView,
     rank,
     split_prompt,
-    work_tokens,
 )
 from workers.types import GroupId, GroupStats, RequestId
 
@@ -123,19 +122,22 @@ def test_equal_costs_spread() -> None:
     assert order(rank(REQUEST, [load(A, own_requests=1), load(B)], {}, CONFIG)) == [B, A]
 
 
-def test_recent_work_decides_between_equals_and_replicates_a_prefix_late() -> None:
-    busy = load(A, recent_work_tokens=20_000)
-    assert order(rank(REQUEST, [busy, load(B)], {}, CONFIG)) == [B, A]
-    assert order(rank(REQUEST, [busy, load(B)], {A: 30}, CONFIG)) == [A, B]  # 480 tokens save 180 ms
-    assert order(rank(REQUEST, [busy, load(B)], {A: 20}, CONFIG)) == [B, A]  # 320 save 120, 3 % are 150
-    (new, old) = rank(REQUEST, [load(A, recent_work_tokens=1e9), load(B)], {}, CONFIG)
+def test_recent_requests_decide_between_equals_and_replicate_a_prefix_late() -> None:
+    for ahead, best in ((1, B), (0, A), (-1, A)):
+        loads = [load(A, recent_requests=7 + ahead), load(B, recent_requests=7, own_requests=1)]
+        assert order(rank(REQUEST, loads, {}, CONFIG))[0] == best
+    for ahead, best in ((20, A), (21, B)):  # 480 cached tokens save 720, 35 are charged for each
+        assert order(rank(REQUEST, [load(A, recent_requests=ahead), load(B)], {A: 30}, CONFIG))[0] == best
+    (new, old) = rank(REQUEST, [load(A, recent_requests=1e9), load(B)], {}, CONFIG)
     assert (new.terms["balance"], old.terms["balance"]) == (0.0, 500.0)  # bounded
 
 
-def test_work_counts_new_tokens_more_than_prompt_tokens() -> None:
-    assert work_tokens(REQUEST, 200, CONFIG) == 200 + 10 * 128
-    many = RequestView(num_prompt_tokens=10, max_output_tokens=10_000, num_choices=3)
-    assert work_tokens(many, 10, CONFIG) == 10 + 10 * 3 * 128
+def test_groups_that_are_not_measured_yet_are_taken_to_be_like_the_others() -> None:
+    loads = [load(A, prefill_tokens_per_s=40_000.0), load(B), load(C)]
+    loads[1:] = [replace(entry, prefill_tokens_per_s=None, step_s=None) for entry in loads[1:]]
+    assert {choice.cost_ms for choice in rank(REQUEST, loads, {}, CONFIG)} == {37.5}
+    unknown = [replace(entry, prefill_tokens_per_s=None) for entry in loads]
+    assert {choice.cost_ms for choice in rank(REQUEST, unknown, {}, CONFIG)} == {375.0}
 
 
 # ---- what the router knows of a group's load
@@ -147,7 +149,7 @@ def tracker() -> LoadTracker:
 
 def test_a_request_is_charged_until_the_stats_include_it() -> None:
     load_of_a, name = tracker(), RequestId("r")
-    load_of_a.on_sent(name, 500, 600.0, now_s=0.0)
+    load_of_a.on_sent(name, 500, now_s=0.0)
     load_of_a.on_stats(GroupStats())  # not accepted yet: cannot be included
     view = load_of_a.view(0.0, 0.0)
     assert (view.charged_tokens, view.charged_requests, view.own_requests) == (500, 1, 1)
@@ -164,24 +166,37 @@ def test_a_request_is_charged_until_the_stats_include_it() -> None:
 
 def test_the_first_token_ends_the_charge_and_measures_the_rate() -> None:
     load_of_a = tracker()
-    load_of_a.on_sent(RequestId("r1"), 600, 0.0, now_s=10.0)
-    load_of_a.on_sent(RequestId("r2"), 400, 0.0, now_s=10.0)
+    load_of_a.on_sent(RequestId("r1"), 600, now_s=10.0)
+    load_of_a.on_sent(RequestId("r2"), 400, now_s=10.0)
     load_of_a.on_token(RequestId("r2"), now_s=10.5)  # 1000 tokens in half a second
     load_of_a.on_token(RequestId("r2"), now_s=99.0)
     view = load_of_a.view(10.5, 0.0)
     assert view.charged_tokens == 600
-    assert view.prefill_tokens_per_s == pytest.approx(4000 + 0.2 * (2000 - 4000))
+    assert view.prefill_tokens_per_s == 2000.0
     load_of_a.on_ended(RequestId("r1"))
-    load_of_a.on_sent(RequestId("short"), 20, 0.0, now_s=11.0)
+    load_of_a.on_sent(RequestId("short"), 20, now_s=11.0)
     load_of_a.on_token(RequestId("short"), now_s=20.0)  # too few tokens to tell
     assert load_of_a.view(20.0, 0.0).prefill_tokens_per_s == view.prefill_tokens_per_s
 
 
-def test_recent_work_halves_every_five_minutes() -> None:
+def test_rates_are_a_mean_in_which_the_first_ones_count_fully() -> None:
     load_of_a = tracker()
-    load_of_a.on_sent(RequestId("r1"), 0, 1000.0, now_s=0.0)
+    assert load_of_a.view(0.0, 0.0).prefill_tokens_per_s is None
+    means = []
+    for number, seconds in enumerate((1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.1)):
+        load_of_a.on_sent(RequestId(f"r{number}"), 1000, now_s=0.0)
+        load_of_a.on_token(RequestId(f"r{number}"), now_s=seconds)
+        load_of_a.on_ended(RequestId(f"r{number}"))
+        means.append(load_of_a.view(0.0, 0.0).prefill_tokens_per_s)
+    assert means[:3] == pytest.approx([1000.0, 1500.0, 4000.0 / 3])
+    assert means[-1] == pytest.approx(0.8 * means[-2] + 0.2 * 10_000.0)
+
+
+def test_recent_requests_halve_every_five_minutes() -> None:
+    load_of_a = tracker()
+    load_of_a.on_sent(RequestId("r1"), 0, now_s=0.0)
     load_of_a.on_ended(RequestId("r1"))
-    assert load_of_a.view(300.0, 0.0).recent_work_tokens == pytest.approx(500.0)
-    load_of_a.on_sent(RequestId("r2"), 0, 1000.0, now_s=300.0)
-    assert load_of_a.view(600.0, 1.0).recent_work_tokens == pytest.approx(750.0)
+    assert load_of_a.view(300.0, 0.0).recent_requests == pytest.approx(0.5)
+    load_of_a.on_sent(RequestId("r2"), 0, now_s=300.0)
+    assert load_of_a.view(600.0, 1.0).recent_requests == pytest.approx(0.75)
     assert load_of_a.view(600.0, 1.0).silent_s == 1.0
