@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from router.chat_template import ChatTemplate
 from router.errors import invalid
@@ -94,7 +94,6 @@ class TextTokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         named = {**_read_json(folder / "special_tokens_map.json"), **config}
         specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(named.get(name)))}
-        _follow_config(tokenizer, config, specials)
         try:
             return cls(tokenizer, special_tokens=specials, chat_template=_chat_template(folder, config))
         except ValueError as error:
@@ -184,20 +183,6 @@ class TextTokenizer:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _follow_config(tokenizer: Tokenizer, config: Mapping[str, Any], specials: Mapping[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token` in the config replace the post-processor, as in transformers 5."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = specials.get("bos_token") if config.get("add_bos_token") else None
-    eos = specials.get("eos_token") if config.get("add_eos_token") else None
-    known = [(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text is not None]
-    single = f"{bos} $A" if bos is not None else "$A"
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{single} {eos}" if eos is not None else single,
-        special_tokens=[(text, id) for text, id in dict(known).items() if id is not None],
-    )
 
 
 def _token_text(value: object) -> str | None:

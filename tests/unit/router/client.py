@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,7 +107,14 @@ def server(stack: Stack) -> Iterator[str]:
             assert not thread.is_alive()
 
 
-def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Returns when the condition holds, letting the event loop run; fails after the time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is watched knows no events
+            await asyncio.sleep(0.001)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Returns when the condition holds; fails after the time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

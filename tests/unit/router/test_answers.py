@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.router.client import CHAT, COMPLETIONS, call, events, strict, streamed_text
+from tests.unit.router.client import CHAT, COMPLETIONS, call, events, streamed_text, strict
 from tests.unit.router.fakes import FakeDispatcher, byte_tokenizer, chunks_of, says, stack
 from workers.types import FinishReason, TokenChunk, TokenLogprob
 
@@ -122,7 +122,12 @@ def test_prompt_lists_and_choices_are_numbered() -> None:
     router = stack(FakeDispatcher(script))
     body = {"prompt": ["a", "bcd"], "n": 2, "max_tokens": 9}
     whole = call(router.app, COMPLETIONS, body).json()
-    assert [(c["index"], c["text"]) for c in whole["choices"]] == [(0, "a!"), (1, "a!"), (2, "bcd!"), (3, "bcd!")]
+    assert [(c["index"], c["text"]) for c in whole["choices"]] == [
+        (0, "a!"),
+        (1, "a!"),
+        (2, "bcd!"),
+        (3, "bcd!"),
+    ]
     assert whole["usage"]["prompt_tokens"] == 4
     assert whole["usage"]["completion_tokens"] == 2 * 3 + 2 * 5
     seeds = [request.sampling.seed for request in router.dispatcher.requests]
@@ -201,7 +206,9 @@ def test_echo_and_scores() -> None:
 
 
 def test_echo_without_logprobs() -> None:
-    choice = call(stack().app, COMPLETIONS, {"prompt": "é?", "max_tokens": 2, "echo": True}).json()["choices"][0]
+    choice = call(stack().app, COMPLETIONS, {"prompt": "é?", "max_tokens": 2, "echo": True}).json()[
+        "choices"
+    ][0]
     assert (choice["text"], choice["logprobs"]) == ("é?he", None)
 
 
@@ -228,7 +235,9 @@ def test_infinite_logprobs_become_the_floor() -> None:
         )
 
     body = {"prompt": "a", "logprobs": 2, "max_tokens": 1}
-    logprobs = strict(call(stack(FakeDispatcher(script)).app, COMPLETIONS, body).content)["choices"][0]["logprobs"]
+    logprobs = strict(call(stack(FakeDispatcher(script)).app, COMPLETIONS, body).content)["choices"][0][
+        "logprobs"
+    ]
     assert logprobs["token_logprobs"] == [-9999.0]
     assert logprobs["top_logprobs"] == [{"i": -9999.0, "j": -9999.0}]
 

@@ -1,5 +1,8 @@
-"""Bad requests and the exact answer to each. Every row is sent streaming and not, where both exist; the answer
-must be the same, nothing may reach a group, and the router must go on serving."""
+"""Bad requests and the exact answer to each.
+
+Every row is sent streaming and not, where both exist; the answer must be the same, nothing may reach a group,
+and the router must go on serving.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ BOTH = [
     Row({"max_tokns": 5}, "unknown_parameter", "max_tokns"),
     Row({"max_tokns": None}, "unknown_parameter", "max_tokns"),
     Row({"extra_body": {}}, "unknown_parameter", "extra_body"),
-    Row({"stream_options": {"include_usage": True, "x": 1}, "stream": True}, "unknown_parameter", "stream_options.x"),
+    Row(
+        {"stream_options": {"include_usage": True, "x": 1}, "stream": True},
+        "unknown_parameter",
+        "stream_options.x",
+    ),
     Row({"prompt_embeds": "AAAA"}, "unsupported_parameter", "prompt_embeds"),
     Row({"kv_transfer_params": {}}, "unsupported_parameter", "kv_transfer_params"),
     Row({"priority": 0}, "unsupported_parameter", "priority"),
@@ -101,7 +108,11 @@ BOTH = [
     Row({"cache_salt": "x" * 1025}, "invalid_value", "cache_salt"),
     Row({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
     Row({"stream_options": "junk", "stream": True}, "invalid_type", "stream_options"),
-    Row({"stream_options": {"include_usage": 1}, "stream": True}, "invalid_type", "stream_options.include_usage"),
+    Row(
+        {"stream_options": {"include_usage": 1}, "stream": True},
+        "invalid_type",
+        "stream_options.include_usage",
+    ),
 ]
 
 CHAT_ONLY = [
@@ -301,9 +312,13 @@ def test_unknown_model(router: Stack, path: str, name: str) -> None:
 def test_all_nulls_mean_unset(path: str) -> None:
     router = stack(FakeDispatcher(says("hello")))
     good: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "hi"}
-    schema = router.app.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = router.app.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
     optional = {name: None for name in schema["properties"] if name not in good}
-    more = dict.fromkeys(["user", "metadata", "tools", "tool_choice", "best_of", "suffix", "store", "priority"])
+    more = dict.fromkeys(
+        ["user", "metadata", "tools", "tool_choice", "best_of", "suffix", "store", "priority"]
+    )
     assert len(optional) > 20
     plain = call(router.app, path, good).json()
     nulls = call(router.app, path, {**optional, **more, **good}).json()

@@ -31,7 +31,10 @@ def llama_like() -> TextTokenizer:
     symbols = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hi", "a", "b"]
     tokenizer = Tokenizer(
         models.BPE(
-            vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[], byte_fallback=True, unk_token="<unk>"
+            vocab={symbol: i for i, symbol in enumerate(symbols)},
+            merges=[],
+            byte_fallback=True,
+            unk_token="<unk>",
         )
     )
     tokenizer.decoder = decoders.Sequence(

@@ -13,7 +13,17 @@ import pytest
 
 from router.dispatch import GroupState, Unavailable
 from router.metrics import CLIENT_ERRORS, DISCONNECTS, GENERATION_TOKENS, REQUESTS, SERVER_ERRORS
-from tests.unit.router.client import CHAT, COMPLETIONS, call, error_of, events, server, streamed_text, wait_until
+from tests.unit.router.client import (
+    CHAT,
+    COMPLETIONS,
+    call,
+    error_of,
+    events,
+    server,
+    streamed_text,
+    until,
+    wait_until,
+)
 from tests.unit.router.fakes import INFO, FakeDispatcher, chunks_of, says, stack
 from workers.types import FinishReason, GroupStats, TokenChunk
 
@@ -131,8 +141,7 @@ def test_full_queue_and_draining() -> None:
         transport = httpx.ASGITransport(app=router.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             waiting = [asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"})) for _ in range(2)]
-            while router.service.admission.num_queued < 2:
-                await asyncio.sleep(0.001)
+            await until(lambda: router.service.admission.num_queued == 2)
             began_at = time.monotonic()
             refused = await client.post(COMPLETIONS, json={"prompt": "a"})
             assert time.monotonic() - began_at < 0.5
@@ -162,11 +171,12 @@ def test_own_limit_of_a_key(tmp_path: Any) -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
 
             def post(key: str) -> Any:
-                return client.post(COMPLETIONS, json={"prompt": "a"}, headers={"authorization": f"Bearer {key}"})
+                return client.post(
+                    COMPLETIONS, json={"prompt": "a"}, headers={"authorization": f"Bearer {key}"}
+                )
 
             first = asyncio.create_task(post("alpha"))
-            while not router.service.admission.num_queued:
-                await asyncio.sleep(0.001)
+            await until(lambda: router.service.admission.num_queued == 1)
             refused = await post("alpha")
             assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
             assert "retry-after" in refused.headers

@@ -96,9 +96,7 @@ def test_agrees_with_json(value: dict[str, str], ensure_ascii: bool) -> None:
 HEADERS = {"content-type": "application/json"}
 
 
-def read(
-    messages: list[dict[str, Any]], headers: dict[str, str] = HEADERS, timeout_s: float = 5.0
-) -> bytes:
+def read(messages: list[dict[str, Any]], headers: dict[str, str] = HEADERS, timeout_s: float = 5.0) -> bytes:
     async def receive() -> dict[str, Any]:
         if not messages:
             await asyncio.sleep(60)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.admission import Admission
+from router.dispatch import GroupState
+from router.errors import ApiError
+from router.metrics import HistogramCell
+from router.settings import RouterSettings
+from tests.unit.router.client import COMPLETIONS, call, until
+from tests.unit.router.fakes import INFO, READY, FakeDispatcher, says, stack
+from workers.types import GroupStats
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def only(text: str, name: str, **labels: str) -> float:
+    wanted = {"model": "toy", "replica": "router", **labels}
+    return samples(text)[(f"tandem_{name}", tuple(sorted(wanted.items())))]
+
+
+def test_counts_add_up() -> None:
+    """12 finished (6 by length, 6 by stop), 4 aborted after a token, 2 aborted in the queue, 2 refused."""
+
+    async def run() -> str:
+        gate = asyncio.Semaphore(10_000)
+        router = stack(FakeDispatcher(says("hello", cached=1), gate=gate))
+        transport = httpx.ASGITransport(app=router.app)
+        usage = {"prompt_tokens": 0, "completion_tokens": 0}
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+
+            def post(**body: Any) -> Any:
+                return client.post(COMPLETIONS, json={"prompt": "ab", **body})
+
+            for response in [await post(max_tokens=3) for _ in range(6)] + [
+                await post(max_tokens=9, stop="lo") for _ in range(6)
+            ]:
+                for name in usage:
+                    usage[name] += response.json()["usage"][name]
+            for _ in range(2):
+                assert (await post(max_tokens=0)).status_code == 400
+
+            async def abort(num_tokens: int) -> None:
+                while not gate.locked():
+                    await gate.acquire()
+                task = asyncio.create_task(post(max_tokens=9))
+                await until(lambda: router.dispatcher.num_open == 1)
+                for _ in range(num_tokens):
+                    gate.release()
+                await asyncio.sleep(0.02)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                assert router.dispatcher.num_open == 0
+
+            for num_tokens in (1, 1, 1, 1, 0, 0):
+                await abort(num_tokens)
+            texts = [(await client.get("/metrics")).text for _ in range(10)]
+        assert len(set(texts)) == 1
+        text = texts[0]
+        assert only(text, "prompt_tokens_total") == usage["prompt_tokens"] + 6 * 2
+        assert only(text, "generation_tokens_total") == usage["completion_tokens"] + 4
+        return text
+
+    text = asyncio.run(asyncio.wait_for(run(), 20))
+    by_reason = {
+        reason: only(text, "requests_total", reason=reason)
+        for reason in ("stop", "length", "aborted", "error")
+    }
+    assert by_reason == {"stop": 6, "length": 6, "aborted": 6, "error": 0}
+    assert only(text, "client_errors_total", code="invalid_value") == 2
+    assert only(text, "ttft_seconds_count") == 16
+    assert only(text, "e2e_seconds_count") == 18
+    assert only(text, "requests_inflight") == only(text, "queue_requests") == only(text, "queue_tokens") == 0
+    assert only(text, "cached_prompt_tokens_total") == 16
+
+
+def test_bucket_rows_never_fall_and_end_at_the_count() -> None:
+    cell = HistogramCell((0.1, 1.0, 10.0))
+    for value in (0.05, 0.1, 0.5, 5.0, 50.0):
+        cell.observe(value)
+    assert cell.cumulative() == [("0.1", 2), ("1.0", 3), ("10.0", 4), ("+Inf", 5)]
+    text = call(stack().app, "/metrics").text
+    rows: dict[str, list[float]] = {}
+    for (name, _), value in samples(text).items():
+        rows.setdefault(name, []).append(value)
+    assert all(name.startswith("tandem_") for name in rows)
+    assert "tandem_ttft_seconds_bucket" in rows
+
+
+def test_ttft_includes_waiting() -> None:
+    async def run() -> float:
+        gate = asyncio.Semaphore(0)
+        router = stack(FakeDispatcher(gate=gate))
+        transport = httpx.ASGITransport(app=router.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            task = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"}))
+            await asyncio.sleep(0.2)
+            for _ in range(20):
+                gate.release()
+            assert (await task).status_code == 200
+        return router.service.metrics.ttft_s.total
+
+    assert asyncio.run(run()) >= 0.2
+
+
+def test_group_totals_go_on_over_epochs() -> None:
+    dispatcher = FakeDispatcher()
+    app = stack(dispatcher).app
+
+    def total(epoch: int, generated: int) -> float:
+        state = GroupState(
+            info=replace(INFO, epoch=epoch), stats=GroupStats(generated_tokens_total=generated), ready=True
+        )
+        dispatcher.states = (state,)
+        return only(call(app, "/metrics").text, "engine_generated_tokens_total", group="g0")
+
+    assert [total(1, 5), total(1, 9), total(2, 0), total(2, 3), total(3, 1)] == [5, 9, 9, 12, 13]
+    dispatcher.states = ()
+    assert only(call(app, "/metrics").text, "engine_generated_tokens_total", group="g0") == 13
+
+
+def test_group_gauges() -> None:
+    stats = GroupStats(num_running=2, num_waiting=1, free_blocks=3, cached_blocks=4, active_blocks=5)
+    dispatcher = FakeDispatcher(states=(replace_stats(stats),))
+    text = call(stack(dispatcher).app, "/metrics").text
+    assert only(text, "engine_running", group="g0") == 2
+    assert only(text, "engine_up", group="g0") == 1
+    assert [only(text, "kv_blocks", group="g0", state=s) for s in ("free", "cached", "active")] == [3, 4, 5]
+
+
+def replace_stats(stats: GroupStats) -> GroupState:
+    return GroupState(info=READY.info, stats=stats, ready=True)
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_admission_by_tokens_and_requests() -> None:
+    settings = RouterSettings(
+        model_name="toy", max_queued_requests=3, max_queued_tokens=100, max_inflight_requests=4
+    )
+    clock = Clock()
+    admission = Admission(settings, clock=clock, random=lambda: 0.5)
+    first = admission.admit("", 500)  # alone, however long
+    with pytest.raises(ApiError, match="prompt tokens are waiting"):
+        admission.admit("", 1)
+    clock.now = 40.0
+    first.first_token()
+    first.first_token()
+    assert (admission.num_queued, admission.queued_tokens, admission.num_inflight) == (0, 0, 1)
+    places = [admission.admit("", 50), admission.admit("", 50)]
+    with pytest.raises(ApiError) as caught:
+        admission.admit("", 1)
+    assert caught.value.headers["retry-after"] == "4"  # a tenth of 40 s: the moving mean of one wait
+    for place in places:
+        place.first_token()
+    admission.admit("", 1)
+    with pytest.raises(ApiError, match="4 requests are in flight"):
+        admission.admit("", 1)
+    with first:
+        pass
+    assert admission.num_inflight == 3

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from router.text_workers import TextTimeout, TextWorkers
+from tests.unit.router.client import CHAT, COMPLETIONS, call, error_of
+from tests.unit.router.fakes import byte_tokenizer, stack
+
+Result = TypeVar("Result")
+
+
+def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_results_and_exceptions() -> None:
+    workers = TextWorkers(2)
+
+    def fails() -> None:
+        raise KeyError("x")
+
+    async def both() -> None:
+        assert await workers.run(lambda: threading.current_thread().name, 5) == "tandem-text"
+        with pytest.raises(KeyError):
+            await workers.run(fails, 5)
+        assert await asyncio.gather(*(workers.run(lambda i=i: i, 5) for i in range(50))) == list(range(50))
+
+    run(both())
+    workers.close()
+
+
+def test_hung_calls_are_given_up_and_their_threads_replaced() -> None:
+    workers = TextWorkers(1)
+    release = threading.Event()
+
+    async def hang() -> None:
+        waiting = [asyncio.create_task(workers.run(lambda: release.wait(10), 0.1)) for _ in range(3)]
+        after = asyncio.create_task(workers.run(lambda: "alive", 5))
+        for task in waiting:
+            with pytest.raises(TextTimeout):
+                await task
+        assert await after == "alive"
+
+    run(hang())
+    assert workers.num_replaced == 3
+    release.set()
+    assert run(workers.run(lambda: 1, 5)) == 1
+    workers.close()
+
+
+def test_cancelled_callers_leave_the_threads_working() -> None:
+    workers = TextWorkers(1)
+
+    async def cancel() -> None:
+        release = threading.Event()
+        task = asyncio.create_task(workers.run(lambda: release.wait(10), 5))
+        queued = asyncio.create_task(workers.run(lambda: 1 / 0, 5))
+        await asyncio.sleep(0.05)
+        for leaving in (task, queued):
+            leaving.cancel()
+        await asyncio.gather(task, queued, return_exceptions=True)
+        release.set()
+        assert await workers.run(lambda: 2, 5) == 2
+
+    run(cancel())
+    assert workers.num_replaced == 0
+    workers.close()
+
+
+def test_template_that_hangs_without_writing() -> None:
+    tokenizer = type(byte_tokenizer())(
+        byte_tokenizer().backend,
+        chat_template="{% for i in range(99999) %}{% for j in range(99) %}{% endfor %}{% endfor %}x",
+    )
+    router = stack(tokenizer=tokenizer, render_timeout_s=0.1, tokenize_timeout_s=0.1)
+    response = call(router.app, CHAT, {"messages": [{"role": "user", "content": "hi"}]})
+    assert (response.status_code, error_of(response)["code"]) == (500, "template_error")
+    assert call(router.app, COMPLETIONS, {"prompt": "a"}).status_code == 200
