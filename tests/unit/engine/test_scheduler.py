@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, run
+from tests.unit.engine.toy import ToyExecutor, Transcript, make_engine, make_request, numbers, reference, run
 from workers.types import RequestRefused
 
 
@@ -238,19 +238,36 @@ def test_the_oldest_gets_on_in_the_smallest_pool() -> None:
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
-    engine, executor = make_engine(num_blocks=9, block_size=4, expected_output_tokens=1)
-    for request in (
-        make_request("old", numbers(7, 1), 14),
-        make_request("long", numbers(11, 2), 12),
-        make_request("short", numbers(3, 3), 12),
-    ):
-        engine.add(request)
-    while engine.stats().active_blocks < 9:
+    engine, executor = make_engine(num_blocks=6, block_size=4, expected_output_tokens=1)
+    engine.add(make_request("old", numbers(7, 1), 14))
+    engine.add(make_request("young", numbers(8, 2), 12))
+    for _ in range(5):
         engine.step()
-    for _ in range(3):
-        engine.step()
-    assert engine.stats().preemptions_total == 0
-    engine.add(make_request("urgent", numbers(2, 4), 1, priority=-1))
-    engine.step()
+    assert (engine.stats().active_blocks, engine.stats().preemptions_total) == (6, 0)
+    engine.add(make_request("urgent", numbers(2, 3), 1, priority=-1))
+    engine.step()  # young needs a fourth block and gives up its three: urgent has to wait all the same
     assert (engine.stats().preemptions_total, engine.stats().num_waiting) == (1, 2)
-    assert all(len(piece.token_ids) == 1 for piece in executor.plans[-1].slices)
+    assert [piece.start for piece in executor.plans[-1].slices] == [11]
+    engine.step()
+    assert [piece.start for piece in executor.plans[-1].slices] == [12, 0]
+
+
+def test_a_chunk_reserved_before_its_sequence_was_preempted_is_dropped() -> None:
+    """`deferred` starts late behind the prefix it shares, so that it loses less than the younger `other`, which
+    takes its block in the very step that had a chunk for it."""
+    engine, _ = make_engine(num_blocks=23, block_size=1, max_prefill_chunk=1, expected_output_tokens=1)
+    transcript = Transcript()
+    requests = [
+        make_request("first", numbers(4, 0), 10),
+        make_request("deferred", numbers(10, 0), 7),
+        make_request("small", numbers(2, 1), 2),
+        make_request("other", numbers(8, 1), 4),
+    ]
+    for request, num_steps in zip(requests, (0, 2, 0, 2), strict=True):
+        engine.add(request)
+        for _ in range(num_steps):
+            transcript.take(engine.step())
+    run(engine, transcript)
+    assert engine.stats().preemptions_total > 0
+    for request in requests:
+        assert transcript.tokens[request.request_id, 0] == reference(request)
