@@ -100,6 +100,11 @@ class Leader:
         return self._rendezvous
 
     @property
+    def failure(self) -> str | None:
+        """Why the group ended by itself; None while it lives."""
+        return self._link.failure if self._link is not None else None
+
+    @property
     def executor(self) -> Executor:
         """Valid from `load` to `close`; its own `close` is this leader's."""
         assert self._executor is not None, "load() first"

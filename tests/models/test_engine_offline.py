@@ -1,0 +1,74 @@
+"""`python -m workers` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import checkpoints
+from tests.models.toy_tokenizers import byte_tokenizer
+
+TEXT = "ok 🦙 żółć 漢字 👩‍🚀 fin"
+PROMPT = "Say it:"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "workers", *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Says TEXT, a byte a token, after PROMPT."""
+    tokenizer = byte_tokenizer()
+    script = tokenizer.encode(TEXT, add_special_tokens=False)
+    prompt_len = len(tokenizer(PROMPT)["input_ids"])
+    folder = tmp_path_factory.mktemp("scripted")
+    return checkpoints.pos_script(folder, script, prompt_len=prompt_len, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("tensor_parallel", ["1", "2"])
+def test_generate_streams_whole_characters(scripted: Path, tensor_parallel: str) -> None:
+    done = run(
+        "generate", str(scripted), "--prompt", PROMPT, "--max-tokens", "60", "--tp", tensor_parallel,
+        "--dtype", "float32", "--threads", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == TEXT + "\n"
+
+
+def test_faults_are_one_sentence(scripted: Path) -> None:
+    for arguments, says in (
+        (("/nowhere", "--prompt", "x"), "/nowhere: no such model folder"),
+        ((str(scripted), "--prompt", "x", "--tp", "3"), "tensor_parallel 3"),
+        ((str(scripted), "--prompt", "x", "--dtype", "int4"), "model.dtype 'int4'"),
+        ((str(scripted), "--prompt", "x", "--max-tokens", "1000"), "context length"),
+        ((str(scripted), "--prompt", "x", "--max-model-len", "5000"), "model.max_model_len 5000"),
+    ):
+        done = run("generate", *arguments)
+        assert done.returncode == 1
+        lines = done.stderr.strip().splitlines()
+        assert lines[-1].startswith("error: ") and says in lines[-1], done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_bench_reports_each_batch(scripted: Path) -> None:
+    done = run(
+        "bench", str(scripted), "--batch", "1", "3", "--prompt-len", "5", "--max-tokens", "6", "--json",
+        "--threads", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["batch"] for row in rows] == [1, 3]
+    assert all(row["prompt_tokens"] == 5 and row["ttft_ms"] > 0 and row["tpot_ms"] > 0 for row in rows)
+    assert all(row["decode_tokens_per_s"] > 0 for row in rows)
