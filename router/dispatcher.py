@@ -239,13 +239,12 @@ class SocketDispatcher:
         """Runs to its end even when nobody waits any more: who has taken the request must be told to stop."""
         async with asyncio.timeout(self._limits.late_send_s):
             group_id = await self._send(order, self.client_id, request)
-        if attempt.wire_id not in self._attempts or attempt.owner not in (None, attempt.links.get(group_id)):
-            if (link := self._table.link(group_id)) is not None:
-                link.abort(attempt.wire_id)
-            return
-        link = attempt.links.get(group_id)
+        link = attempt.links.get(group_id) or self._table.link(group_id)
         if link is None:
             raise SendFailed(f"taken by {group_id}, to which this router has no connection")
+        if attempt.wire_id not in self._attempts or attempt.owner not in (None, link):
+            link.abort(attempt.wire_id)
+            return
         self._take(attempt, link)
 
     def _handed_over(self, sending: asyncio.Task[None]) -> None:

@@ -160,7 +160,7 @@ class FakeEngine:
             output = StepOutput(
                 chunks=tuple(chunks),
                 events=tuple(self._pending),
-                stats=GroupStats(num_running=len(self.running), num_steps=self.num_steps),
+                stats=GroupStats(num_running=len(self.running), num_steps=self.num_steps, step_seconds=1e-4),
                 failure=failure,
             )
             self._pending.clear()

@@ -336,6 +336,30 @@ def test_tokens_of_two_attempts_never_mix() -> None:
     with_cluster(test)
 
 
+def test_a_group_that_was_not_in_the_ranking_may_take_the_request() -> None:
+    async def test(groups: Cluster) -> None:
+        await groups.add_group("a")
+        b = await groups.add_group("b")
+
+        async def elsewhere(order: Sequence[GroupId], client_id: str, wanted: GenerateRequest) -> GroupId:
+            is_canary = wanted.request_id.startswith("canary")
+            return await groups.send(order if is_canary else [B], client_id, wanted)
+
+        router = await groups.add_router(send=elsewhere)
+        groups.listed[1] = replace(b.address, is_draining=True)
+        await until(lambda: sum(state.ready for state in router.groups()) == 1)
+        b.engine.is_paused = True  # the answer of `send` comes before the first token
+        task = asyncio.create_task(collect(router, request("r", max_tokens=5)))
+        await until(lambda: "r" in b.engine.running)
+        b.engine.is_paused = False
+        assert tokens(await task) == expected_tokens([1, 2, 3], 0, 5)
+        decision = router.explain(RequestId("r"))
+        assert decision is not None and decision.taken_by == B
+        assert [choice.group_id for choice in decision.ranked] == [A]
+
+    with_cluster(test)
+
+
 def test_stopping_the_router_ends_requests_with_an_error() -> None:
     async def test(groups: Cluster) -> None:
         a = await groups.add_group("a")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -151,6 +152,19 @@ def test_a_group_that_falls_silent_is_given_up_in_time() -> None:
 
     target: GroupAddress
     stopped = asyncio.Event()
+    with_cluster(test)
+
+
+def test_a_router_that_was_stopped_itself_does_not_blame_the_group() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        router = await groups.add_router()
+        link = router._table.link(A)
+        time.sleep(0.9)  # noqa: ASYNC251 (the whole process stands still; dead_after_s is 0.6)
+        await asyncio.sleep(0.3)
+        assert router._table.link(A) is link and ready(router) == [A]
+        assert a.server.client_ids == ["front-a", router.client_id]
+
     with_cluster(test)
 
 
