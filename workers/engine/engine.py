@@ -88,7 +88,7 @@ class Engine:
         parent = RequestState(request, limits=self._limits, arrival=self._num_arrived, block_size=block_size)
         sequences = [Sequence(parent, choice) for choice in range(request.num_choices)]
         self._requests[request.request_id] = sequences
-        self._scheduler.add(parent, sequences)
+        self._scheduler.add(sequences)
 
     def abort(self, request_id: RequestId) -> bool:
         """Drops a request and frees its blocks at once. False when it is unknown or has ended."""

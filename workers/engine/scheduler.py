@@ -24,7 +24,6 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.demand import OutputLengthEstimate
 from workers.engine.preemption import choose_victim
 from workers.engine.prefixes import PrefixesInProgress
-from workers.engine.request import RequestState
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.step import SequenceSlice, StepPlan
 
@@ -91,8 +90,8 @@ class Scheduler:
     def num_steps(self) -> int:
         return self._num_steps
 
-    def add(self, parent: RequestState, sequences: list[Sequence]) -> None:
-        """Queues the choices of a request, whose total need has been found to fit the pool."""
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queues all choices of a request, whose total need has been found to fit the pool."""
         self.num_queued_requests += 1
         for sequence in sequences:
             self._enqueue(sequence)

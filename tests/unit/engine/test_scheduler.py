@@ -253,8 +253,8 @@ def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
 
 
 def test_a_chunk_reserved_before_its_sequence_was_preempted_is_dropped() -> None:
-    """`deferred` starts late behind the prefix it shares, so that it loses less than the younger `other`, which
-    takes its block in the very step that had a chunk for it."""
+    """`deferred` starts late behind the prefix it shares, so that it loses less than the younger `other`,
+    which takes its block in the very step that had a chunk for it."""
     engine, _ = make_engine(num_blocks=23, block_size=1, max_prefill_chunk=1, expected_output_tokens=1)
     transcript = Transcript()
     requests = [
