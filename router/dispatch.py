@@ -13,7 +13,9 @@ from workers.types import GenerateRequest, GroupInfo, GroupStats, TokenChunk
 class Unavailable(Exception):
     """No group can take the request now. `retry_after_s` is when to try again."""
 
-    def __init__(self, message: str, *, code: str = "server_is_overloaded", retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self, message: str, *, code: str = "server_is_overloaded", retry_after_s: float = 1.0
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
