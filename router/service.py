@@ -30,10 +30,13 @@ from router.tokenizer import TextTokenizer
 from router.work import ModelLimits, Work
 from workers.types import FinishReason, GenerateRequest, RequestId, TokenChunk
 
-# Codes with which an engine refuses a request as the client's mistake.
-_CLIENT_CODES = frozenset(
-    {"invalid_value", "invalid_type", "context_length_exceeded", "no_allowed_token", "unsupported_parameter"}
+# Codes with which a group refuses a request as the client's mistake.
+_CLIENT_CODES = frozenset({"invalid_value", "context_length_exceeded", "kv_pool_too_small"})
+# Codes of what another group, or the same one later, could do.
+_LATER_CODES = frozenset(
+    {"engine_dead", "group_failed", "group_draining", "not_connected", "submit_timeout", "draining"}
 )
+_OVERLOAD_CODES = frozenset({"queue_full", "server_is_overloaded"})
 _RETRY_S = 1.0
 
 
@@ -377,7 +380,9 @@ class Service:
         message = chunk.error or "The worker group ended this request."
         if code in _CLIENT_CODES:
             raise invalid(message, code=code)
-        if code in ("engine_dead", "server_is_overloaded", "draining"):
+        if code in _OVERLOAD_CODES:
+            raise self._unavailable(message, "server_is_overloaded", _RETRY_S)
+        if code in _LATER_CODES:
             raise self._unavailable(message, code, _RETRY_S)
         raise internal_error(code, message)
 

@@ -52,6 +52,7 @@ def fails(code: str, *, after: int) -> Any:
     ("code", "status"),
     [
         ("engine_dead", 503),
+        ("group_draining", 503),
         ("server_is_overloaded", 503),
         ("invalid_value", 400),
         ("context_length_exceeded", 400),
