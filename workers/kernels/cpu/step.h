@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "attend.h"
+#include "barrier.h"
 #include "rows.h"
 
 // Mirrored by workers/kernels/fused.py; pointers may be null where a comment says so.
@@ -70,8 +71,8 @@ struct StepScratch {
 // One thread's walk through the step. All threads of the team run it together.
 class StepWalk {
  public:
-  StepWalk(const Model& m, const StepInput& in, StepScratch& s, const std::vector<AttentionTask>& tasks)
-      : m(m), in(in), s(s), tasks(tasks), row(std::max(m.hidden, m.inner)), attention(m.heads / m.kv_heads, m.d),
+  StepWalk(const Model& m, const StepInput& in, StepScratch& s, const std::vector<AttentionTask>& tasks, Barrier& together)
+      : m(m), in(in), s(s), tasks(tasks), together(together), row(std::max(m.hidden, m.inner)), attention(m.heads / m.kv_heads, m.d),
         thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(in.tokens) {}
 
   void run() {
@@ -108,6 +109,7 @@ class StepWalk {
   const StepInput& in;
   StepScratch& s;
   const std::vector<AttentionTask>& tasks;
+  Barrier& together;
   std::vector<float> row;
   AttentionScratch attention;
   const long thread, team;
@@ -115,17 +117,14 @@ class StepWalk {
   long phase = 0;  // number of the next task counter; equal on all threads
 
   long qkv_width() const { return (m.heads + 2 * m.kv_heads) * m.d; }
-  static void barrier() {
-#pragma omp barrier
-  }
   template <class F> void each_row(F body) {
     for (long r = rows * thread / team, end = rows * (thread + 1) / team; r < end; r++) body(r);
-    barrier();
+    together.wait();
   }
   template <class F> void each_task(long count, F body) {
     std::atomic<long>& next = s.counters[phase++];
     for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
-    barrier();
+    together.wait();
   }
   template <class Out>
   void linear(const bf16* x, long k, long n, const char* packed, const float* bias, Out* out) {
@@ -176,7 +175,12 @@ inline void run_step(const Model& m, const StepInput& in, StepScratch& s, int th
   const Attention<bf16> shape{nullptr, 0, nullptr, {}, in.query_starts, in.context_lens, in.tables, in.num_sequences, in.table_width,
                               m.heads, m.kv_heads, m.d, 0, 0.f};
   const auto tasks = attention_tasks(shape);
+  std::unique_ptr<Barrier> together;
 #pragma omp parallel num_threads(threads)
-  StepWalk(m, in, s, tasks).run();
+  {
+#pragma omp single
+    together.reset(new Barrier(omp_get_num_threads()));
+    StepWalk(m, in, s, tasks, *together).run();
+  }
 }
 #endif
