@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = command("generate", "continue a prompt, streaming to stdout")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--chat", action="store_true", help="the prompt is a user's message")
-    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--max-tokens", type=int, help="default: 256 or what the context has room for")
     generate.add_argument("--temperature", type=float, default=0.0)
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--top-p", type=float, default=1.0)
@@ -103,8 +103,9 @@ def _generate(config: GroupConfig, options: argparse.Namespace) -> None:
             messages = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=not options.chat)["input_ids"]
+        room = max(0, group.facts.max_model_len - len(prompt))
         sampling = SamplingParams(
-            max_tokens=options.max_tokens,
+            max_tokens=min(256, room) if options.max_tokens is None else options.max_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,

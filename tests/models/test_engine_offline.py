@@ -34,13 +34,13 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = tokenizer.encode(TEXT, add_special_tokens=False)
     prompt_len = len(tokenizer(PROMPT)["input_ids"])
     folder = tmp_path_factory.mktemp("scripted")
-    return checkpoints.pos_script(folder, script, prompt_len=prompt_len, tokenizer=tokenizer)
+    return checkpoints.pos_script(folder, script, prompt_len=prompt_len, tokenizer=tokenizer, n_positions=128)
 
 
 @pytest.mark.parametrize("tensor_parallel", ["1", "2"])
 def test_generate_streams_whole_characters(scripted: Path, tensor_parallel: str) -> None:
     done = run(
-        "generate", str(scripted), "--prompt", PROMPT, "--max-tokens", "60", "--tp", tensor_parallel,
+        "generate", str(scripted), "--prompt", PROMPT, "--tp", tensor_parallel,
         "--dtype", "float32", "--threads", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_generate_streams_whole_characters(scripted: Path, tensor_parallel: str)
 def test_faults_are_one_sentence(scripted: Path) -> None:
     for arguments, says in (
         (("/nowhere", "--prompt", "x"), "/nowhere: no such model folder"),
-        ((str(scripted), "--prompt", "x", "--tp", "3"), "tensor_parallel 3"),
+        ((str(scripted), "--prompt", "x", "--tp", "5"), "tensor_parallel 5"),
         ((str(scripted), "--prompt", "x", "--dtype", "int4"), "model.dtype 'int4'"),
         ((str(scripted), "--prompt", "x", "--max-tokens", "1000"), "context length"),
         ((str(scripted), "--prompt", "x", "--max-model-len", "5000"), "model.max_model_len 5000"),

@@ -69,7 +69,12 @@ class Leader:
         host: str = "127.0.0.1",
         on_failure: Callable[[str], None] = exit_process,
     ) -> None:
-        """host: IPv4 address of this machine that the other ranks can reach. Opens ports, reads nothing."""
+        """Opens the checkpoint, checks it against config and machine, and opens the ports.
+
+        host: IPv4 address of this machine that the other ranks can reach. Raises what names a fault of config
+        or checkpoint: RankConfigError, CheckpointError, TensorParallelError.
+        """
+        self._model = RankModel(config, rank=0)
         self._config = config
         self._host = host
         self._executor: Executor | None = None
@@ -113,12 +118,10 @@ class Leader:
     def load(self) -> RankFacts:
         """Brings the rank to the point where it serves.
 
-        Raises GroupFailed, or what names a fault of config or checkpoint: RankConfigError, CheckpointError,
-        TensorParallelError.
+        Raises GroupFailed, or PoolTooSmall or CheckpointError for what shows only now.
         """
         try:
-            model = RankModel(self._config, rank=0)
-            facts = self._load_alone(model) if self._link is None else self._load_group(model, self._link)
+            facts = self._load_alone() if self._link is None else self._load_group(self._link)
             _first_step(self.executor)
         except Exception:
             self.close()
@@ -132,14 +135,16 @@ class Leader:
         if self._group is not None:
             self._group.close()
 
-    def _load_alone(self, model: RankModel) -> RankFacts:
+    def _load_alone(self) -> RankFacts:
+        model = self._model
         decoder = model.load(TensorParallel(), ranks_on_machine=1)
         num_blocks = model.measure_blocks(ranks_on_machine=1)
         facts = model.facts(num_blocks)
         self._executor = LocalExecutor(model.runner(decoder, num_blocks), facts.kv_bytes_per_block)
         return facts
 
-    def _load_group(self, model: RankModel, link: LeaderLink) -> RankFacts:
+    def _load_group(self, link: LeaderLink) -> RankFacts:
+        model = self._model
         link.accept(JOIN_TIMEOUT_S)
         agreed = link.agree(model.identity(), agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
         self._group = _process_group(self._config, 0, self._host, self._store, model.device)
