@@ -1,0 +1,188 @@
+"""Our engine against transformers' generate on one machine, in turn, with the machine's ceilings beside.
+
+    python -m benchmarks.engine [--model FOLDER] [--runs N] [--quick] [--json] [--out FILE]
+
+Every run measures every work on every subject, one after the other, with fresh random prompts; a figure is
+the median over the runs. The peer of a work is the better of transformers' dynamic and static cache. The last
+line of output is JSON: {"rows": [{"work", "ours", "unit", "best_peer", "peer", "ratio_to_best_peer", "limit",
+"limit_share"}, ...]}; a ratio above 1 is ahead in every unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.roofs import RoofMeter
+from benchmarks.subjects import Subject, Tandem, Transformers
+from benchmarks.works import Kind, Work, limit, standard_works
+from cluster.embedded import ensure
+from workers.model.checkpoint import Checkpoint
+from workers.model.spec import spec_from_config
+
+DTYPE = "bf16"
+MODEL_NAMES = {"smollm2-135m-instruct": "smollm2"}  # folder name -> name in the rows
+OURS = "tandem"
+
+
+class Bench:
+    """Samples of all works on all subjects."""
+
+    def __init__(self, subjects: dict[str, Subject], works: list[Work], vocab_size: int) -> None:
+        self._subjects = subjects
+        self._works = works
+        self._vocab_size = vocab_size
+        self._random = torch.Generator().manual_seed(0)
+        self.meter = RoofMeter()
+        self.samples: dict[int, dict[str, list[float]]] = {
+            number: {name: [] for name in subjects} for number in range(len(works))
+        }
+
+    def run(self) -> Iterator[str]:
+        """Measures every work once on every subject, in turn; yields what comes next."""
+        for number, work in enumerate(self._works):
+            self.meter.sample()
+            for name, subject in self._subjects.items():
+                yield f"{name}: {work.kind.value} b{work.batch} p{work.prompt_tokens}"
+                self.samples[number][name].append(self._measure(work, subject))
+
+    def warm_up(self) -> None:
+        """Touches memory and code of every subject once, untimed."""
+        for subject in self._subjects.values():
+            subject.generate([self._prompt(32)] * 2, 4)
+
+    def _measure(self, work: Work, subject: Subject) -> float:
+        if work.kind is Kind.CACHED:
+            prompt = self._prompt(work.prompt_tokens)
+            first = subject.after_beginning(prompt[: work.cached_tokens], prompt)
+            return work.figure(first, first)
+        first = subject.generate(self._prompts(work), 1)
+        if work.kind is Kind.PREFILL:
+            return work.figure(first, first)
+        return work.figure(first, subject.generate(self._prompts(work), work.new_tokens))
+
+    def _prompts(self, work: Work) -> list[list[int]]:
+        return [self._prompt(work.prompt_tokens) for _ in range(work.batch)]
+
+    def _prompt(self, length: int) -> list[int]:
+        ids: list[int] = torch.randint(10, self._vocab_size, (length,), generator=self._random).tolist()
+        return ids
+
+
+def rows_of(bench: Bench, works: list[Work], model: str, spec_folder: Path) -> list[dict[str, object]]:
+    """Medians, the better peer of each work, and the share of the limit."""
+    spec, roofs = spec_from_config(Checkpoint(spec_folder).config), bench.meter.roofs()
+    rows: list[dict[str, object]] = []
+    for number, work in enumerate(works):
+        medians = {name: statistics.median(found) for name, found in bench.samples[number].items()}
+        ours = medians.pop(OURS)
+        peer = min(medians, key=lambda name: work.times_better(ours, medians[name]))
+        ceiling = limit(work, spec, 2, roofs)
+        rows.append(
+            {
+                "work": work.name(model, DTYPE),
+                "ours": round(ours, 2),
+                "unit": work.unit,
+                "best_peer": round(medians[peer], 2),
+                "peer": peer,
+                "ratio_to_best_peer": round(work.times_better(ours, medians[peer]), 3),
+                "limit": round(ceiling, 2),
+                "limit_share": round(work.times_better(ours, ceiling), 3),
+            }
+        )
+    return rows
+
+
+def print_table(console: Console, rows: list[dict[str, object]], bench: Bench) -> None:
+    roofs = bench.meter.roofs()
+    table = Table(
+        title=f"ceilings: read {roofs.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"bf16 products {roofs.flop_per_s / 1e9:.0f} Gflop/s"
+    )
+    for heading in ("work", "unit", "tandem", "best peer", "peer", "ratio", "limit", "share of limit"):
+        table.add_column(heading, justify="left" if heading in ("work", "unit", "peer") else "right")
+    keys = ("work", "unit", "ours", "best_peer", "peer", "ratio_to_best_peer", "limit", "limit_share")
+    for row in rows:
+        table.add_row(*(str(row[key]) for key in keys))
+    console.print(table)
+
+
+def record(path: Path, rows: list[dict[str, object]], bench: Bench, settings: dict[str, object]) -> None:
+    """Everything needed to read the figures again: commit, machine, settings, every sample."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+    content = {
+        "rows": rows,
+        "samples": [bench.samples[number] for number in sorted(bench.samples)],
+        "roof_samples": bench.meter.samples(),
+        "settings": settings,
+        "commit": commit.stdout.strip() or "unknown",
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--model", type=Path, help="folder in Hugging Face layout; default: the embedded model"
+    )
+    parser.add_argument("--runs", type=int, default=5, help="samples of every figure")
+    parser.add_argument("--quick", action="store_true", help="one short run: does it work, roughly how fast")
+    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    parser.add_argument("--out", type=Path, help="file for commit, machine and all samples")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    works = standard_works(new_tokens=16 if options.quick else 64)
+    runs = 1 if options.quick else options.runs
+    console = Console(stderr=True)
+    folder = options.model or ensure(console.print)
+    with (
+        closing(Tandem(folder, options.threads, max_running=32)) as ours,
+        console.status("loading") as status,
+    ):
+        subjects: dict[str, Subject] = {
+            OURS: ours,
+            "transformers dynamic cache": Transformers(folder, "dynamic"),
+            "transformers static cache": Transformers(folder, "static"),
+        }
+        bench = Bench(subjects, works, spec_from_config(Checkpoint(folder).config).vocab_size)
+        bench.warm_up()
+        for run in range(runs):
+            for doing in bench.run():
+                status.update(f"run {run + 1} of {runs}: {doing}")
+    rows = rows_of(bench, works, MODEL_NAMES.get(folder.name.lower(), folder.name), folder)
+    if not options.json:
+        print_table(Console(), rows, bench)
+    if options.out is not None:
+        record(options.out, rows, bench, {"runs": runs, "threads": options.threads, "model": folder.name})
+    print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What is measured: our engine, and transformers' generate. Both take token ids and tell seconds."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from workers.engine.engine import Engine
+from workers.engine.request import EngineLimits
+from workers.runtime.rank import Leader
+from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
+
+Prompts = Sequence[Sequence[int]]
+
+
+class Subject(Protocol):
+    """Something that continues prompts greedily, never stopping at an end token."""
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> float:
+        """Seconds until every prompt has its `new_tokens`."""
+        ...
+
+    def after_beginning(self, beginning: Sequence[int], prompt: Sequence[int]) -> float:
+        """Seconds to the first token of `prompt` when `beginning`, its start, has been computed before."""
+        ...
+
+
+class Tandem:
+    """Our engine with its executor, in this process, as a group of one rank runs it."""
+
+    def __init__(self, folder: Path, threads: int, max_running: int) -> None:
+        config = GroupConfig(
+            model=ModelConfig(path=str(folder), dtype="bfloat16"),
+            cache=CacheConfig(max_bytes=1 << 30),
+            schedule=ScheduleConfig(max_running=max_running),
+            parallel=ParallelConfig(device="cpu", threads_per_rank=threads),
+        )
+        self._leader = Leader(config)
+        facts = self._leader.load()
+        self._engine = Engine(
+            limits=EngineLimits(
+                vocab_size=facts.vocab_size,
+                max_model_len=facts.max_model_len,
+                eos_token_ids=facts.eos_token_ids,
+            ),
+            cache=config.cache,
+            schedule=config.schedule,
+            executor=self._leader.executor,
+        )
+        self._num_requests = 0
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> float:
+        started = time.perf_counter()
+        for prompt in prompts:
+            self._num_requests += 1
+            self._engine.add(
+                GenerateRequest(
+                    request_id=RequestId(f"bench-{self._num_requests}"),
+                    prompt_token_ids=tuple(prompt),
+                    sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
+                )
+            )
+        tokens = 0
+        while self._engine.has_work():
+            for chunk in self._engine.step():
+                if chunk.finish_reason is FinishReason.ERROR:
+                    raise RuntimeError(f"the engine failed in a benchmark: {chunk.error}")
+                tokens += len(chunk.token_ids)
+        seconds = time.perf_counter() - started
+        assert tokens == new_tokens * len(prompts), (tokens, new_tokens, len(prompts))
+        return seconds
+
+    def after_beginning(self, beginning: Sequence[int], prompt: Sequence[int]) -> float:
+        self.generate([beginning], 1)
+        return self.generate([prompt], 1)
+
+    def close(self) -> None:
+        self._leader.close()
+
+
+class Transformers:
+    """transformers' generate, in one of its cache implementations."""
+
+    def __init__(self, folder: Path, cache: str) -> None:
+        """cache: `dynamic` (its default) or `static`."""
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        # The loaders and generate() are untyped for checkers; everything that leaves this class is a float.
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self._options: dict[str, object] = {} if cache == "dynamic" else {"cache_implementation": cache}
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> float:
+        ids = torch.tensor(prompts, dtype=torch.int64)
+        return self._timed(ids, new_tokens, self._options)
+
+    def after_beginning(self, beginning: Sequence[int], prompt: Sequence[int]) -> float:
+        """Its documented prefix reuse: a cache of the beginning, copied outside of the timed part."""
+        cache = DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            cache = self._model(torch.tensor([beginning]), past_key_values=cache).past_key_values
+        return self._timed(torch.tensor([prompt]), 1, {"cache": copy.deepcopy(cache)})
+
+    def _timed(self, ids: torch.Tensor, new_tokens: int, options: dict[str, object]) -> float:
+        options = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": new_tokens,
+            "min_new_tokens": new_tokens,
+            "do_sample": False,
+            "disable_compile": True,
+            **options,
+        }
+        started = time.perf_counter()
+        found = self._model.generate(ids, **options)
+        seconds = time.perf_counter() - started
+        assert found.shape == (ids.shape[0], ids.shape[1] + new_tokens), found.shape
+        return seconds
