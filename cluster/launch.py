@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from cluster.haproxy import write_wrapper
 from cluster.serve_api import ServeApi, ServeApiError, read_token, token_path
 
 _MARK = "TANDEM_CLUSTER_MARK"
-_EXCEPTION = "\0"  # marks a line as the end of a trace
 _HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
 
 
@@ -113,7 +113,7 @@ def start_local_cluster(
     with log.open("wb") as output:
         head = subprocess.Popen(
             command,
-            env=_cluster_environment(mark),
+            env=_cluster_environment(mark, folder),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -204,7 +204,7 @@ def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[int]:
     return killed
 
 
-def _cluster_environment(mark: str) -> dict[str, str]:
+def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
     environment = dict(os.environ)
     environment |= {
         _MARK: mark,
@@ -212,6 +212,7 @@ def _cluster_environment(mark: str) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(folder)),
     }
     for name in _HAPROXY_PORTS:  # two clusters on one machine must not share them
         environment.setdefault(name, str(free_port("0.0.0.0")))  # as HAProxy binds it
@@ -254,21 +255,22 @@ def _application_status(api: ServeApi, application: str) -> tuple[str, str]:
 
 
 def plain_message(message: str) -> str:
-    """Serve's message without the traces of Python calls: for each of them its last line, the exception."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", message)
+    """Serve's message with each trace of Python calls replaced by the exception that ended it."""
     kept: list[str] = []
+    ending: list[str] = []  # the newest exception of the trace being read, all lines of its text
     is_trace = False
-    for line in text.splitlines():
-        if line.startswith("Traceback ") or re.match(r"(\x1b\[\d+m)?ray::", line):
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", message).splitlines():
+        if line.startswith(("Traceback ", "ray::")):
             is_trace = True
         elif not is_trace:
             kept.append(line)
-        elif line and not line.startswith((" ", "During handling", "The above exception")):
-            # the last one of a chain of exceptions is what its reader needs
-            if kept and kept[-1].startswith(_EXCEPTION):
-                kept.pop()
-            kept.append(_EXCEPTION + re.sub(r"^(\w+\.)+(?=\w+:)", "", line))
-    return "\n".join(line.removeprefix(_EXCEPTION) for line in kept if line.strip())
+        elif line.startswith(("During handling of", "The above exception")):
+            ending = []  # the next one tells the reader more
+        elif re.match(r"(\w+\.)*\w*(Error|Exception|Failure)\b", line):
+            ending = [re.sub(r"^(\w+\.)+(?=\w+)", "", line)]
+        elif ending and line.strip():
+            ending.append(line)
+    return "\n".join(line for line in [*kept, *ending] if line.strip())
 
 
 def _marked_processes(mark: str) -> Iterator[int]:

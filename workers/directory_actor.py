@@ -95,5 +95,6 @@ def open_directory(application: str, directory_id: str) -> ActorHandle[Any]:
         lifetime="detached",
         num_cpus=0,
         max_concurrency=1000,
+        scheduling_strategy="DEFAULT",  # not in the caller's placement group, with which it would die
     )
     return cast(ActorHandle[Any], options.remote(directory_id))

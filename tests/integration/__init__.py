@@ -1,0 +1,1 @@
+"""Tests on a real local Ray cluster, through HTTP."""

@@ -1,0 +1,147 @@
+"""deploy/local.yaml with two routers and the embedded model: the whole path through HTTP."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from cluster.launch import LocalCluster
+from tests.integration.serving import Serving, has_torch, processes, resident_mb, serving, wait_for
+
+pytestmark = pytest.mark.integration
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+
+
+@pytest.fixture(scope="module")
+def server(cluster: LocalCluster, http_port: int) -> Iterator[Serving]:
+    with serving(cluster, http_port, "local.yaml", ["model.dtype=float32"], router=2) as server:
+        yield server
+
+
+def test_a_chat_answer_is_the_same_streamed_and_whole(server: Serving) -> None:
+    with server.client() as client:
+        whole = client.chat.completions.create(
+            model=server.model, messages=QUESTION, max_tokens=12, temperature=0
+        )
+        stream = client.chat.completions.create(
+            model=server.model,
+            messages=QUESTION,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert "Paris" in text
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_both_routers_serve_and_reach_the_same_cache(server: Serving) -> None:
+    prompt = "One two three four five six seven eight nine ten. " * 8
+
+    def ask(number: int) -> tuple[str, int]:
+        body = {"model": server.model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        answer = server.post("/v1/completions", body)  # a connection each
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        return answer.json()["choices"][0]["text"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    first_text, _ = ask(0)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(16)))
+    assert {text for text, _ in answers} == {first_text}
+    assert min(cached for _, cached in answers) >= 64
+    routers = {
+        line.split('replica="')[1].split('"')[0]
+        for _ in range(12)
+        for line in server.get("/metrics").text.splitlines()
+        if line.startswith("tandem_requests_total") or "_requests_total{" in line
+    }
+    assert len(routers) == 2
+
+
+def test_routers_and_fronts_are_small_and_without_torch(server: Serving) -> None:
+    mark = server.cluster.mark
+    routers = processes(mark, "ServeReplica:tandem:router")
+    fronts = processes(mark, "ServeReplica:tandem:unified")
+    assert (len(routers), len(fronts)) == (2, 1)
+    for pid in routers + fronts:
+        assert resident_mb(pid) < 450
+        assert not has_torch(pid)
+    ranks = processes(mark, "ray::RankActor")
+    assert len(ranks) == 1
+    assert has_torch(ranks[0])
+
+
+@pytest.mark.parametrize("num_choices", [1, 4])
+def test_a_client_that_leaves_is_forgotten_at_once(server: Serving, num_choices: int) -> None:
+    body = {"model": server.model, "prompt": "Tell a long story.", "max_tokens": 4000, "ignore_eos": True}
+    body |= {"n": num_choices, "temperature": 1.0}
+
+    def leave() -> None:
+        with pytest.raises(httpx.TimeoutException):
+            server.post("/v1/completions", body, timeout_s=1.0)
+
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        for future in [pool.submit(leave) for _ in range(5)]:
+            future.result()
+    left = time.monotonic()
+
+    def is_idle() -> bool:
+        (group,) = server.groups()
+        return group["running"] == 0 and group["waiting"] == 0 and group["active_blocks"] == 0
+
+    wait_for(is_idle, 5.0, "the engine still works for clients that left")
+    assert time.monotonic() - left < 5.0
+    answer = server.post("/v1/completions", {"model": server.model, "prompt": "Hi", "max_tokens": 1})
+    assert answer.status_code == 200
+
+
+def test_nothing_but_the_ingress_serves_strangers(server: Serving) -> None:
+    """Handle ports listen on all interfaces; without the cluster's token they answer nothing."""
+    import grpc
+    from ray.serve.generated import serve_pb2, serve_pb2_grpc
+
+    (front,) = processes(server.cluster.mark, "ServeReplica:tandem:unified")
+    ports = _listening_ports(front)
+    assert ports
+    refused = 0
+    for port in ports:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = serve_pb2_grpc.ASGIServiceStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.HandleRequest(serve_pb2.ASGIRequest(pickled_request_metadata=b"x"), timeout=5.0)
+            assert caught.value.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+            refused += caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert refused >= 1
+
+
+def _listening_ports(pid: int) -> list[int]:
+    """TCP ports on which a process listens, from /proc."""
+    from pathlib import Path
+
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    ports = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports.append(int(fields[1].rpartition(":")[2], 16))
+    return ports

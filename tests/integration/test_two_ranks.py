@@ -1,0 +1,77 @@
+"""deploy/local-tp2.yaml: ranks as processes, and what clients see when one of them is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from cluster import embedded
+from cluster.launch import LocalCluster
+from tests.integration.serving import Serving, processes, serving, wait_for
+from tests.models.oracle import Oracle
+
+pytestmark = pytest.mark.integration
+
+REBUILD_S = 30.0
+RANK = "ray::RankActor"
+
+
+@pytest.fixture(scope="module")
+def server(cluster: LocalCluster, http_port: int) -> Iterator[Serving]:
+    settings = ["model.dtype=float32", "pools.unified.parallel.threads_per_rank=1"]
+    settings += ["pools.unified.cache.num_blocks=600"]
+    with serving(cluster, http_port, "local-tp2.yaml", settings) as server:
+        yield server
+
+
+def test_two_ranks_give_the_tokens_of_transformers(server: Serving) -> None:
+    prompt = list(range(100, 140))
+    expected = Oracle(embedded.ensure(print)).greedy(prompt, 12)
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/v1/completions", {**body, "return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == expected
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_killed_rank_ends_its_requests_aloud_and_is_replaced(server: Serving, victim: int) -> None:
+    mark = server.cluster.mark
+    ranks = processes(mark, RANK)
+    assert len(ranks) == 2
+    pid = _rank_pids(ranks)[victim]
+    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+    lines = []
+    killed = 0.0
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=30.0, trust_env=False
+    ) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                lines.append(line.removeprefix("data: "))
+            if len(lines) == 5 and not killed:
+                os.kill(pid, signal.SIGKILL)
+                killed = time.monotonic()
+    assert killed
+    assert time.monotonic() - killed < 5.0
+    assert "[DONE]" not in lines
+    assert json.loads(lines[-1])["error"]["message"]
+
+    wait_for(lambda: not set(ranks) & set(processes(mark, RANK)), 10.0, "ranks of the broken group live on")
+    wait_for(lambda: server.get("/ready").status_code == 200, REBUILD_S, "the group was not rebuilt")
+    assert time.monotonic() - killed < REBUILD_S
+    assert len(processes(mark, RANK)) == 2
+    answer = server.post("/v1/completions", {"model": server.model, "prompt": "Hello", "max_tokens": 4})
+    assert answer.status_code == 200
+    (group,) = [group for group in server.groups() if group["ready"]]
+    assert (group["running"], group["waiting"], group["active_blocks"]) == (0, 0, 0)
+
+
+def _rank_pids(pids: list[int]) -> list[int]:
+    """Ids of the processes of rank 0 and rank 1: rank 0 listens for routers and so has more sockets."""
+    return sorted(pids, key=lambda pid: -len(os.listdir(f"/proc/{pid}/fd")))
