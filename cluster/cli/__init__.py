@@ -1,0 +1,30 @@
+"""The `tandem` command. One file a group of commands; everything they need comes in as `Services`."""
+
+from __future__ import annotations
+
+import typer
+
+from cluster.cli import model
+from cluster.cli.chat import chat
+from cluster.cli.deploy import deploy, down, validate
+from cluster.cli.serve import serve
+from cluster.cli.services import Services
+from cluster.cli.status import read_entries, status
+from cluster.cli.version import version
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve language models on Ray: prefix-aware routing, tensor-parallel groups, paged KV.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (serve, deploy, status, down, chat, validate, version):
+    app.command()(command)
+app.add_typer(model.app, name="model")
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    app(obj=Services(entries=read_entries))

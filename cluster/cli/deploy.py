@@ -1,0 +1,215 @@
+"""`tandem deploy`, `tandem validate` and `tandem down`: a deployment file against a running cluster."""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
+from cluster.cli.services import services_of
+from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
+from cluster.config_tree import EMBEDDED_MODEL
+from cluster.launch import Progress, Report
+from cluster.problems import ConfigError, Problem
+from cluster.serve_api import ServeApiError
+from cluster.validate import Deployment, check_model, load_deployment
+
+_DOWN_TIMEOUT_S = 60.0
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Deployment file.")]
+
+
+def deploy(
+    context: typer.Context,
+    file: FileArgument,
+    assignments: SetOption = None,
+    dashboard: DashboardOption = None,
+    wait: Annotated[bool, typer.Option(help="Wait until every group has answered.")] = True,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest time until ready.")] = 900.0,
+    allow_open: OpenOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a deployment file, then make a running cluster look like it."""
+    terminal = Terminal(as_json=as_json)
+    services = services_of(context)
+    with terminal.exit_codes():
+        deployment = load_deployment(file, assignments=assignments or (), allow_open=allow_open)
+        is_accepted = False
+        try:
+            with Phases(terminal) as phases:
+                phases.start("looking for the cluster")
+                try:
+                    api = services.open_api(dashboard)
+                except ServeApiError as error:
+                    raise CommandFailed(
+                        f"{error}; start one with `tandem serve` or `ray start --head`, "
+                        "or name its dashboard with --dashboard URL"
+                    ) from error
+                with _deploy_lock(services.locks, api.url):
+                    if deployment.config.model.path == EMBEDDED_MODEL:
+                        services.ensure_model(phases.start)
+                    check_model(deployment)
+                    check_unchanged(api.details(), deployment)
+                    services.launcher.deploy(api, deployment.tree, report=reporter(phases))
+                    is_accepted = True
+                    if wait:
+                        services.launcher.wait_ready(
+                            api,
+                            application=deployment.application,
+                            url=deployment.url,
+                            report=reporter(phases),
+                            timeout_s=timeout_s,
+                            is_alive=lambda: True,
+                        )
+                ready_s = phases.elapsed_s
+        except KeyboardInterrupt:
+            state = "Serve goes on with it; see `tandem status`" if is_accepted else "nothing was changed"
+            raise terminal.fail(f"interrupted; {state}", code=EXIT_INTERRUPTED) from None
+        if as_json:
+            terminal.emit(event="ready" if wait else "accepted", url=deployment.url, elapsed_s=ready_s)
+        elif wait:
+            terminal.say(f"ready in {ready_s:.1f} s at {deployment.url}", style="bold green")
+        else:
+            terminal.say(f"accepted; follow it with `tandem status --dashboard {api.url}`")
+
+
+def validate(
+    context: typer.Context,
+    file: FileArgument,
+    port: PortOption = None,
+    assignments: SetOption = None,
+    allow_open: OpenOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a deployment file and its model folder; start nothing. Exit code 2 when it has mistakes."""
+    terminal = Terminal(as_json=as_json)
+    with terminal.exit_codes():
+        deployment = load_deployment(file, port=port, assignments=assignments or (), allow_open=allow_open)
+        checkpoint = check_model(deployment)
+        pools = {
+            name: {
+                "groups": deployment.num_replicas.get(name, 1),
+                "tensor_parallel": getattr(deployment.config.pools, name).tensor_parallel,
+            }
+            for name in deployment.config.pools.names()
+        }
+        if as_json:
+            terminal.emit(
+                valid=True,
+                file=str(file),
+                application=deployment.application,
+                url=deployment.url,
+                pools=pools,
+            )
+            return
+        terminal.say(f"{file}: valid", style="bold green")
+        terminal.say(f"  application  {deployment.application} at {deployment.url}")
+        if checkpoint is None:
+            terminal.say("  model        embedded, converted at the first start (or by `tandem model fetch`)")
+        else:
+            size = f"{checkpoint.weight_bytes / 1e6:.0f} MB"
+            terminal.say(f"  model        {checkpoint.folder} ({size}, context {checkpoint.max_model_len})")
+        for name, pool in pools.items():
+            terminal.say(
+                f"  pool         {name}: {pool['groups']} group(s) of {pool['tensor_parallel']} rank(s)"
+            )
+
+
+def down(context: typer.Context, dashboard: DashboardOption = None, as_json: JsonOption = False) -> None:
+    """Stop what is deployed; a `tandem serve` that runs the cluster ends too, as by Ctrl-C."""
+    terminal = Terminal(as_json=as_json)
+    services = services_of(context)
+    with terminal.exit_codes(), Phases(terminal) as phases:
+        phases.start("looking for the cluster")
+        api = services.open_api(dashboard)
+        running = services.running(api)
+        deadline = time.monotonic() + _DOWN_TIMEOUT_S
+        if running is not None:
+            phases.start(f"ending tandem serve (process {running.pid})")
+            os.kill(running.pid, signal.SIGTERM)
+            while services.running(api) is not None or api.is_reachable():
+                _wait_until(deadline, f"tandem serve (process {running.pid}) did not end")
+        else:
+            names = sorted(api.details().get("applications", {}))
+            phases.start(f"stopping {', '.join(names) or 'nothing: no application is deployed'}")
+            api.remove_applications()
+            while api.details().get("applications"):
+                _wait_until(deadline, f"Serve still stops {', '.join(names)}")
+        if as_json:
+            terminal.emit(event="stopped", dashboard=api.url)
+        else:
+            phases.start("stopped")
+
+
+def check_unchanged(details: Mapping[str, Any], deployment: Deployment) -> None:
+    """Refuse what Serve cannot change while it runs: it would keep the old value without a word."""
+    if not details.get("applications"):
+        return
+    problems = []
+    options = details.get("http_options") or {}
+    wanted = {"host": deployment.host, "port": deployment.port}
+    for key, value in wanted.items():
+        if key in options and options[key] != value:
+            problems.append(_immutable(f"http_options.{key}", options[key], value, deployment.file))
+    location = deployment.tree.get("proxy_location")
+    running = details.get("proxy_location")
+    if location is not None and running is not None and location != running:
+        problems.append(_immutable("proxy_location", running, location, deployment.file))
+    if problems:
+        raise ConfigError(problems)
+
+
+def reporter(phases: Phases) -> Report:
+    """The launcher's news as phases."""
+
+    def report(progress: Progress) -> None:
+        phases.start(progress.message)
+
+    return report
+
+
+def _immutable(path: str, old: object, new: object, file: str) -> Problem:
+    return Problem(
+        path=path,
+        message="needs a new deployment: Serve cannot change it while it runs, the old one keeps serving",
+        got=f"{old!r} -> {new!r}",
+        hint="`tandem down` first, or keep the old value",
+        file=file,
+    )
+
+
+def _wait_until(deadline: float, complaint: str) -> None:
+    if time.monotonic() > deadline:
+        raise CommandFailed(f"{complaint} within {_DOWN_TIMEOUT_S:.0f} s; see `tandem status`")
+    time.sleep(0.2)
+
+
+@contextmanager
+def _deploy_lock(folder: Path, dashboard_url: str) -> Iterator[None]:
+    """One deploy at a time and cluster, of this user on this machine. Names the owner when it is taken."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = hashlib.sha256(dashboard_url.encode()).hexdigest()[:16]
+    with (folder / f"deploy-{name}.lock").open("a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            owner = stream.read(200).strip() or "an unknown process"
+            raise CommandFailed(
+                f"another deploy to {dashboard_url} is under way, by {owner}; wait for it or end it"
+            ) from None
+        stream.truncate(0)
+        stream.write(f"{getpass.getuser()}, process {os.getpid()}")
+        stream.flush()
+        yield
+        stream.truncate(0)

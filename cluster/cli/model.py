@@ -1,0 +1,107 @@
+"""`tandem model`: the embedded model's folder, and what a model folder holds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cluster.cli.options import JsonOption
+from cluster.cli.services import Services, services_of
+from cluster.cli.terminal import Phases, Terminal
+from cluster.embedded import SMOLLM2, EmbeddedModelError, model_folder
+from cluster.problems import ConfigError, Problem
+from workers.model.checkpoint import Checkpoint
+from workers.model.errors import CheckpointError
+from workers.model.spec import legal_tensor_parallel
+
+NameArgument = Annotated[
+    str,
+    typer.Argument(metavar="[NAME]", help="The embedded model's name, or a folder in Hugging Face layout."),
+]
+
+app = typer.Typer(help="The embedded model and model folders.", no_args_is_help=True)
+
+
+@app.command()
+def fetch(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Convert the embedded model into the cache, or check the hashes of what is there."""
+    terminal = Terminal(as_json=as_json, news_to_stderr=as_json)
+    with terminal.exit_codes():
+        folder = _ensured(terminal, services_of(context))
+        if as_json:
+            terminal.emit(name=SMOLLM2.name, folder=str(folder))
+        else:
+            terminal.say(str(folder))
+
+
+@app.command()
+def path(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: JsonOption = False) -> None:
+    """Print the folder of a model, and nothing else; the embedded one is converted first when needed."""
+    terminal = Terminal(as_json=as_json, news_to_stderr=True)
+    with terminal.exit_codes():
+        folder = _folder(terminal, services_of(context), name)
+        if as_json:
+            terminal.emit(name=name, folder=str(folder))
+        else:
+            typer.echo(folder)
+
+
+@app.command()
+def inspect(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: JsonOption = False) -> None:
+    """Show what a model folder holds, and in how many ranks it can be split. Reads headers only."""
+    terminal = Terminal(as_json=as_json, news_to_stderr=True)
+    with terminal.exit_codes():
+        folder = _folder(terminal, services_of(context), name)
+        try:
+            facts = describe(Checkpoint(folder))
+        except CheckpointError as error:
+            raise ConfigError([Problem(path="", message=str(error))]) from error
+        if as_json:
+            terminal.emit(**facts)
+            return
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for key, value in facts.items():
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            table.add_row(key.replace("_", " "), text)
+        terminal.out.print(table)
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The facts of an opened checkpoint, as plain values."""
+    spec = checkpoint.spec
+    tensors = checkpoint.tensors.values()
+    return {
+        "folder": str(checkpoint.folder),
+        "model_type": str(checkpoint.config.get("model_type")),
+        "parameters": sum(math.prod(tensor.entry.shape) for tensor in tensors),
+        "weight_bytes": checkpoint.weight_bytes,
+        "stored_dtypes": sorted({tensor.entry.dtype for tensor in tensors}),
+        "files": sorted({tensor.file.name for tensor in tensors}),
+        "layers": spec.num_layers,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": checkpoint.vocab_size,
+        "max_model_len": checkpoint.max_model_len,
+        "eos_token_ids": list(checkpoint.eos_token_ids),
+        "tied_embeddings": checkpoint.is_tied,
+        "tensor_parallel_sizes": legal_tensor_parallel(spec),
+        "model_hash": checkpoint.model_hash,
+    }
+
+
+def _folder(terminal: Terminal, services: Services, name: str) -> Path:
+    try:
+        folder = model_folder(name)
+    except EmbeddedModelError as error:
+        raise ConfigError([Problem(path="", message=str(error))]) from error
+    return _ensured(terminal, services) if name in ("embedded", SMOLLM2.name) else folder
+
+
+def _ensured(terminal: Terminal, services: Services) -> Path:
+    with Phases(terminal) as phases:
+        return services.ensure_model(phases.start)

@@ -1,0 +1,224 @@
+"""`tandem serve`: everything in the foreground on this machine, and nothing left when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+
+from cluster.cli.deploy import check_unchanged, reporter
+from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
+from cluster.cli.services import Services, services_of
+from cluster.cli.signals import interrupts
+from cluster.cli.terminal import CommandFailed, Phases, Terminal
+from cluster.config_tree import EMBEDDED_MODEL
+from cluster.launch import LaunchError, LocalCluster
+from cluster.running import RunningCluster
+from cluster.serve_api import ServeApi
+from cluster.validate import DEFAULT_FILE, Deployment, check_model, load_deployment
+
+_GRACE_S = 10.0  # for requests in flight when it is stopped
+_QUESTION = "What is the capital of France?"
+
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="Deployment file; the default serves the embedded model."),
+]
+
+
+def serve(
+    context: typer.Context,
+    file: FileArgument = None,
+    port: PortOption = None,
+    assignments: SetOption = None,
+    dashboard: DashboardOption = None,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest time until ready.")] = 900.0,
+    allow_open: OpenOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a deployment in the foreground. Starts a local Ray cluster; Ctrl-C stops all it started."""
+    terminal = Terminal(as_json=as_json)
+    services = services_of(context)
+    with terminal.exit_codes():
+        deployment = load_deployment(
+            file or DEFAULT_FILE, port=port, assignments=assignments or (), allow_open=allow_open
+        )
+        if dashboard is None:  # a cluster that exists may hold the port for us already
+            services.launcher.check_port(deployment.host, deployment.port)
+        _Server(terminal, services, deployment, timeout_s).run(dashboard)
+
+
+class _Server:
+    """One run of `tandem serve`: what it has started so far, and how to undo it."""
+
+    def __init__(
+        self, terminal: Terminal, services: Services, deployment: Deployment, timeout_s: float
+    ) -> None:
+        self._terminal = terminal
+        self._services = services
+        self._deployment = deployment
+        self._timeout_s = timeout_s
+        self._cluster: LocalCluster | None = None  # set when we started it
+        self._api: ServeApi | None = None
+        self._is_deployed = False
+
+    def run(self, dashboard: str | None) -> None:
+        """Start, wait for the end, stop. Returns after a stopping signal; raises when something fails."""
+        with interrupts():
+            try:
+                try:
+                    self._start(dashboard)
+                    self._wait()
+                except KeyboardInterrupt:
+                    pass  # being stopped is a normal end
+            finally:
+                self._stop()
+
+    def _start(self, dashboard: str | None) -> None:
+        deployment, launcher = self._deployment, self._services.launcher
+        with Phases(self._terminal) as phases:
+            if deployment.config.model.path == EMBEDDED_MODEL:
+                self._services.ensure_model(phases.start)
+            check_model(deployment)
+            if dashboard is not None:
+                api = self._services.open_api(dashboard)
+                _refuse_to_replace(api, deployment)
+                check_unchanged(api.details(), deployment)
+            else:
+                num_cpus = max(os.cpu_count() or 1, deployment.num_cpus())
+                self._cluster = launcher.start(num_cpus=num_cpus, report=reporter(phases))
+                api = self._cluster.api
+            self._api = api
+            self._is_deployed = True  # from here on there may be something to take back
+            launcher.deploy(api, deployment.tree, report=reporter(phases))
+            launcher.wait_ready(
+                api,
+                application=deployment.application,
+                url=deployment.url,
+                report=reporter(phases),
+                timeout_s=self._timeout_s,
+                is_alive=self._is_cluster_alive,
+            )
+            ready_s = phases.elapsed_s
+            phases.start("asking it a first question")
+            model, answer = _first_answer(deployment.url)
+        self._remember(api)
+        self._announce(api, model, answer, ready_s)
+
+    def _is_cluster_alive(self) -> bool:
+        return self._cluster is None or self._cluster.head.poll() is None
+
+    def _wait(self) -> None:
+        while self._is_cluster_alive():
+            time.sleep(0.25)
+        raise LaunchError("the Ray cluster ended by itself; start again")
+
+    def _stop(self) -> None:
+        """Take back what was started, in reverse order. A second Ctrl-C stops at once."""
+        if self._cluster is None and not self._is_deployed:
+            return
+        self._services.note.remove(os.getpid())
+        self._terminal.say("\nstopping; requests in flight have 10 s, Ctrl-C again stops at once")
+        grace_s = _GRACE_S
+        while True:
+            try:
+                if self._cluster is not None:
+                    self._services.launcher.stop(self._cluster, grace_s=grace_s)
+                elif self._api is not None:
+                    self._api.remove_applications()
+                break
+            except KeyboardInterrupt:
+                if grace_s == 0.0 and self._cluster is None:
+                    break
+                grace_s = 0.0
+        if self._terminal.as_json:
+            self._terminal.emit(event="stopped")
+        self._terminal.say("stopped")
+
+    def _remember(self, api: ServeApi) -> None:
+        try:
+            self._services.note.write(
+                RunningCluster(
+                    pid=os.getpid(),
+                    dashboard_url=api.url,
+                    gcs_address=self._cluster.gcs_address if self._cluster is not None else "",
+                    api_url=self._deployment.url,
+                    application=self._deployment.application,
+                    file=self._deployment.file,
+                    started_at=time.time(),
+                )
+            )
+        except OSError as error:
+            self._terminal.say(f"note: other tandem commands need --url and --dashboard now: {error}")
+
+    def _announce(self, api: ServeApi, model: str, answer: str, ready_s: float) -> None:
+        url = self._deployment.url
+        if self._terminal.as_json:
+            self._terminal.emit(
+                event="ready",
+                ready_s=round(ready_s, 2),
+                url=url,
+                api=f"{url}/v1",
+                dashboard=api.url,
+                model=model,
+                first_answer=answer,
+            )
+            return
+        say = self._terminal.say
+        say(f"ready in {ready_s:.1f} s", style="bold green")
+        say(f"\n  {_QUESTION}\n  {model}: {answer}\n", style="dim")
+        say(f"API        {url}/v1\ndashboard  {api.url}\n", style="bold")
+        say(curl_example(url, model) + "\n")
+        say(python_example(url, model) + "\n")
+        say("Talk to it: tandem chat     What runs: tandem status     End: Ctrl-C")
+
+
+def curl_example(url: str, model: str) -> str:
+    """A request to paste into a shell."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": _QUESTION}]})
+    return f"curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n  -d '{body}'"
+
+
+def python_example(url: str, model: str) -> str:
+    """The same with the official client (`pip install openai`)."""
+    return "\n".join(
+        [
+            "from openai import OpenAI",
+            f'client = OpenAI(base_url="{url}/v1", api_key="none")',
+            "answer = client.chat.completions.create(",
+            f'    model="{model}", messages=[{{"role": "user", "content": "{_QUESTION}"}}])',
+            "print(answer.choices[0].message.content)",
+        ]
+    )
+
+
+def _first_answer(url: str) -> tuple[str, str]:
+    """The model's name and what it says; proves the whole path with the request that people will make."""
+    try:
+        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            body = {
+                "model": model,
+                "messages": [{"role": "user", "content": _QUESTION}],
+                "max_tokens": 32,
+                "temperature": 0,
+            }
+            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            return str(model), str(answer["choices"][0]["message"]["content"]).strip()
+    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+        raise CommandFailed(f"{url} says it is ready but does not answer a chat request: {error}") from error
+
+
+def _refuse_to_replace(api: ServeApi, deployment: Deployment) -> None:
+    """A deployment replaces everything Serve runs, so a foreground run only goes onto an empty cluster."""
+    others = sorted(api.details().get("applications", {}))
+    if others:
+        raise CommandFailed(
+            f"the cluster at {api.url} already runs {', '.join(others)}; change it with "
+            f"`tandem deploy {deployment.file}`, or stop it with `tandem down`"
+        )

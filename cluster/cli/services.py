@@ -1,0 +1,108 @@
+"""What the commands do their work with. Given to them as one object, so that tests bring their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import typer
+
+from cluster import embedded, launch
+from cluster.cli.terminal import CommandFailed
+from cluster.running import RunningCluster, RunningNote, default_note
+from cluster.serve_api import ServeApi, read_token
+from workers.directory import GroupEntry
+
+DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class Launcher(Protocol):
+    """Starting and stopping, as `cluster.launch` does it."""
+
+    def check_port(self, host: str, port: int) -> None: ...
+
+    def start(self, *, num_cpus: int | None, report: launch.Report) -> launch.LocalCluster: ...
+
+    def deploy(self, api: ServeApi, config: dict[str, object], *, report: launch.Report) -> None: ...
+
+    def wait_ready(
+        self,
+        api: ServeApi,
+        *,
+        application: str,
+        url: str,
+        report: launch.Report,
+        timeout_s: float,
+        is_alive: Callable[[], bool],
+    ) -> None: ...
+
+    def stop(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[int]: ...
+
+
+class RealLauncher:
+    """`cluster.launch`, as it is."""
+
+    def check_port(self, host: str, port: int) -> None:
+        launch.check_port(host, port)
+
+    def start(self, *, num_cpus: int | None, report: launch.Report) -> launch.LocalCluster:
+        return launch.start_local_cluster(num_cpus=num_cpus, report=report)
+
+    def deploy(self, api: ServeApi, config: dict[str, object], *, report: launch.Report) -> None:
+        launch.deploy(api, config, report=report)
+
+    def wait_ready(
+        self,
+        api: ServeApi,
+        *,
+        application: str,
+        url: str,
+        report: launch.Report,
+        timeout_s: float,
+        is_alive: Callable[[], bool],
+    ) -> None:
+        launch.wait_ready(
+            api, application=application, url=url, report=report, timeout_s=timeout_s, is_alive=is_alive
+        )
+
+    def stop(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[int]:
+        return launch.stop_all(cluster, grace_s=grace_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """The outside world of the commands."""
+
+    launcher: Launcher = field(default_factory=RealLauncher)
+    # (Ray's address or "", applications) -> what the groups say of themselves
+    entries: Callable[[str, list[str]], list[GroupEntry]]
+    ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure
+    note: RunningNote = field(default_factory=default_note)
+    locks: Path = field(default_factory=lambda: Path.home() / ".cache" / "tandem" / "run")
+
+    def open_api(self, dashboard: str | None) -> ServeApi:
+        """Serve's API of the cluster asked for: the option, Ray's own variable, a running `tandem serve`,
+        or the default address. Raises CommandFailed when nothing answers there."""
+        running = self.note.read()
+        url = dashboard or os.environ.get("RAY_DASHBOARD_ADDRESS")
+        url = url or (running.dashboard_url if running is not None else DEFAULT_DASHBOARD)
+        api = ServeApi(url.rstrip("/"), read_token())
+        api.details()
+        return api
+
+    def running(self, api: ServeApi) -> RunningCluster | None:
+        """The `tandem serve` that runs this cluster, if one does."""
+        running = self.note.read()
+        return running if running is not None and running.dashboard_url == api.url else None
+
+
+def services_of(context: typer.Context) -> Services:
+    """The services a command was started with."""
+    found = context.find_object(Services)
+    if found is None:
+        raise CommandFailed("the command line was started without services")
+    return found

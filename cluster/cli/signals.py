@@ -1,0 +1,25 @@
+"""Ctrl-C, SIGTERM and a closing terminal as one thing: KeyboardInterrupt in the main thread."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """Inside, each stopping signal raises KeyboardInterrupt. Only for the main thread."""
+
+    def raise_interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, raise_interrupt) for number in _STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

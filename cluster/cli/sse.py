@@ -1,0 +1,148 @@
+"""The OpenAI chat endpoint as `tandem chat` uses it: one request, a stream of text, and the numbers of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from cluster.cli.terminal import CommandFailed
+
+
+@dataclass(slots=True)
+class AnswerStats:
+    """What one answer took. Filled while it streams; tokens come with the last chunk."""
+
+    ttft_s: float | None = None  # time to the first text
+    total_s: float = 0.0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish_reason: str | None = None
+    group: str | None = None  # the worker group that served it, when the router says so
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decode speed: tokens after the first over the time after the first."""
+        if self.ttft_s is None or not self.completion_tokens or self.total_s <= self.ttft_s:
+            return None
+        return (self.completion_tokens - 1) / (self.total_s - self.ttft_s)
+
+
+class ChatClient:
+    """Talks to one server. Every wait is bounded: 5 s to connect, 120 s between two chunks."""
+
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        timeout = httpx.Timeout(120.0, connect=5.0)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+        self._clock = clock
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def models(self) -> list[str]:
+        """Names of the served models. Raises CommandFailed when nothing answers."""
+        try:
+            response = self._http.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise CommandFailed(
+                f"nothing answers at {self.url} ({error}); start it with `tandem serve`, or give --url"
+            ) from error
+        if response.status_code != 200:
+            raise CommandFailed(f"{self.url}/v1/models: {_error_text(response)}")
+        return [str(model["id"]) for model in response.json()["data"]]
+
+    def stream(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, str]],
+        settings: Mapping[str, Any],
+        stats: AnswerStats,
+    ) -> Generator[str, None, None]:
+        """Pieces of the answer as they come. Closing the iterator closes the connection, and with it the
+        request on the server. Raises CommandFailed with the server's own words."""
+        body = {
+            "model": model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **settings,
+        }
+        started = self._clock()
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise CommandFailed(_error_text(response))
+                stats.group = response.headers.get("x-tandem-group")
+                for event in _events(_lines(response.iter_bytes())):
+                    text = _take(event, stats)
+                    if text:
+                        if stats.ttft_s is None:
+                            stats.ttft_s = self._clock() - started
+                        yield text
+        except httpx.HTTPError as error:
+            raise CommandFailed(f"the connection to {self.url} broke: {error}") from error
+        finally:
+            stats.total_s = self._clock() - started
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
+    """Lines of a byte stream, split at LF or CRLF only: text may hold other Unicode line ends."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n")
+        for line in lines:
+            yield line.decode()
+    if rest:
+        yield rest.decode()
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """JSON objects of a server-sent event stream, up to `[DONE]`. Comments keep the line alive only."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise CommandFailed(f"the server sent what is not JSON: {data[:200]!r}") from error
+        if event.get("error"):
+            raise CommandFailed(str(event["error"].get("message", event["error"])))
+        yield event
+    raise CommandFailed("the answer ended before it was complete; the server went away")
+
+
+def _take(event: dict[str, Any], stats: AnswerStats) -> str:
+    """The text of a chunk; its numbers go into the stats."""
+    usage = event.get("usage")
+    if usage:
+        stats.prompt_tokens = usage.get("prompt_tokens")
+        stats.completion_tokens = usage.get("completion_tokens")
+        stats.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    text = ""
+    for choice in event.get("choices", ()):
+        text += choice.get("delta", {}).get("content") or ""
+        stats.finish_reason = choice.get("finish_reason") or stats.finish_reason
+    return text
+
+
+def _error_text(response: httpx.Response) -> str:
+    """The message of an OpenAI error body, with what helps to follow it up."""
+    try:
+        text = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        text = response.text[:500] or "no message"
+    extra = [f"status {response.status_code}"]
+    extra += [f"retry after {response.headers['retry-after']} s"] if "retry-after" in response.headers else []
+    extra += [f"request {response.headers['x-request-id']}"] if "x-request-id" in response.headers else []
+    return f"{text} ({', '.join(extra)})"

@@ -1,0 +1,151 @@
+"""`tandem status`: every group and router replica, its state in plain words, and its load."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import httpx
+import ray
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.cli.options import DashboardOption, JsonOption
+from cluster.cli.services import services_of
+from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.group_table import ApplicationStatus, GroupLoad, GroupRow, application_statuses, parse_loads
+from workers.directory import GroupEntry
+from workers.directory_actor import NAMESPACE, directory_name
+
+_DIRECTORY_TIMEOUT_S = 5.0
+_STATE_STYLES = {"ready": "green", "failed": "red", "draining": "yellow"}
+
+
+def status(
+    context: typer.Context,
+    dashboard: DashboardOption = None,
+    gcs_address: Annotated[
+        str | None,
+        typer.Option(
+            "--gcs-address", metavar="HOST:PORT", help="Ray's address; found by itself where possible."
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show again every two seconds until Ctrl-C.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is deployed: groups, state and why, load, restarts. Exit code 1 when not all is ready."""
+    terminal = Terminal(as_json=as_json)
+    services = services_of(context)
+    with terminal.exit_codes():
+        api = services.open_api(dashboard)
+        running = services.running(api)
+        address = gcs_address or (running.gcs_address if running is not None else "")
+        while True:
+            details = api.details()
+            names = sorted(details.get("applications", {}))
+            statuses = application_statuses(
+                details, services.entries(address, names), _loads(details), now=time.time()
+            )
+            if as_json:
+                terminal.emit(dashboard=api.url, applications=[asdict(status) for status in statuses])
+            else:
+                _print(terminal, api.url, statuses)
+            if not watch:
+                break
+            time.sleep(2.0)
+        if any(status.ready < status.desired for status in statuses) or not statuses:
+            raise typer.Exit(1)
+
+
+def read_entries(gcs_address: str, applications: Iterable[str]) -> list[GroupEntry]:
+    """The directories' entries, through a short-lived driver on the cluster; none without a directory."""
+    try:
+        ray.init(
+            address=gcs_address or os.environ.get("RAY_ADDRESS", "auto"),
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise CommandFailed(f"Ray's address is not known ({error}); name it with --gcs-address") from error
+    try:
+        entries: list[GroupEntry] = []
+        for application in applications:
+            try:
+                directory: Any = ray.get_actor(directory_name(application), namespace=NAMESPACE)
+            except ValueError:  # not there: no group of this application has registered yet
+                continue
+            listing = ray.get(directory.listing.remote(None, 0.0), timeout=_DIRECTORY_TIMEOUT_S)
+            entries += listing.entries
+        return entries
+    finally:
+        ray.shutdown()
+
+
+def _loads(details: dict[str, Any]) -> dict[str, GroupLoad]:
+    """Load of the groups as a router tells it; nothing when no router answers or wants a key."""
+    options = details.get("http_options") or {}
+    host = options.get("host", "127.0.0.1")
+    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}/metrics"
+    try:
+        response = httpx.get(url, timeout=5.0, trust_env=False)
+    except httpx.HTTPError:
+        return {}
+    return parse_loads(response.text) if response.status_code == 200 else {}
+
+
+def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> None:
+    if not statuses:
+        terminal.say(f"nothing is deployed on {url}; start with `tandem deploy FILE`")
+    for application in statuses:
+        terminal.say(
+            f"{application.name}: {application.status}, {application.ready} of {application.desired} ready",
+            style="bold",
+        )
+        if application.message and application.ready < application.desired:
+            terminal.say(f"  {application.message}")
+        table = Table(box=None, pad_edge=False)
+        for column in (
+            "group",
+            "role",
+            "state",
+            "node",
+            "ranks",
+            "running",
+            "waiting",
+            "KV",
+            "restarts",
+            "age",
+            "why",
+        ):
+            table.add_column(column)
+        for row in application.rows:
+            table.add_row(*_cells(row))
+        terminal.out.print(table)
+
+
+def _cells(row: GroupRow) -> list[str]:
+    style = _STATE_STYLES.get(row.state)
+    state = f"[{style}]{row.state}[/]" if style else row.state
+    ranks = " ".join(map(str, row.rank_pids)) or _number(row.front_pid)
+    kv = "" if row.kv_percent is None else f"{row.kv_percent:.0f} %"
+    age = "" if row.age_s is None else _duration(row.age_s)
+    numbers = (_number(row.running), _number(row.waiting), kv, _number(row.restarts), age)
+    return [escape(row.group), row.role, state, row.node, ranks, *numbers, escape(row.reason)]
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -1,0 +1,169 @@
+"""How the commands talk: lines for people, JSON for programs, and never silence for more than two seconds.
+
+On a terminal the current phase stands at the bottom with a spinner and its seconds; through a pipe a line
+repeats it. Colour is rich's business: none when the output is not a terminal or NO_COLOR is set.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+from rich.text import Text
+
+from cluster.embedded import EmbeddedModelError
+from cluster.launch import LaunchError
+from cluster.problems import ConfigError
+from cluster.serve_api import ServeApiError
+
+EXIT_FAILURE = 1
+EXIT_BAD_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+_HEARTBEAT_S = 1.8
+_PATIENT_AFTER_S = 60.0  # then a line through a pipe every
+_PATIENT_HEARTBEAT_S = 10.0
+
+
+class CommandFailed(RuntimeError):
+    """A command cannot do what was asked; the text says what to change. Exit code 1."""
+
+
+class Terminal:
+    """Output of one command. `as_json`: one JSON object a line on standard output, nothing else there."""
+
+    def __init__(self, *, as_json: bool = False, news_to_stderr: bool = False) -> None:
+        self.as_json = as_json
+        self._news_to_stderr = news_to_stderr
+        self.out = Console(highlight=False, soft_wrap=True)
+        # Where news of a command goes whose standard output is a result.
+        self.news = Console(highlight=False, soft_wrap=True, stderr=news_to_stderr)
+
+    def emit(self, **values: Any) -> None:
+        """One JSON line on standard output; flushed, so that a reader sees it at once."""
+        typer.echo(json.dumps(values, ensure_ascii=False))
+
+    def emit_news(self, **values: Any) -> None:
+        """One JSON line of progress, where news go."""
+        typer.echo(json.dumps(values, ensure_ascii=False), err=self._news_to_stderr)
+
+    def say(self, text: str = "", *, style: str = "") -> None:
+        """A line for people; dropped when programs read."""
+        if not self.as_json:
+            self.out.print(escape(text), style=style or None)
+
+    def fail(self, text: str, *, code: int, **details: Any) -> typer.Exit:
+        """Report a failure and give what to raise."""
+        if self.as_json:
+            self.emit(event="error", message=text, exit_code=code, **details)
+        else:
+            errors = Console(stderr=True, highlight=False, soft_wrap=True)
+            errors.print(Text("error: ", style="bold red") + Text(text))
+        return typer.Exit(code)
+
+    @contextmanager
+    def exit_codes(self) -> Iterator[None]:
+        """Turn the exceptions that are the caller's business into one message and an exit code."""
+        try:
+            yield
+        except ConfigError as error:
+            if self.as_json:
+                lines = [problem.render() for problem in error.problems]
+                raise self.fail(
+                    "the configuration has mistakes", code=EXIT_BAD_CONFIG, problems=lines
+                ) from error
+            errors = Console(stderr=True, highlight=False, soft_wrap=True)
+            for problem in error.problems:
+                errors.print(Text(problem.render()))
+            raise typer.Exit(EXIT_BAD_CONFIG) from error
+        except (LaunchError, ServeApiError, EmbeddedModelError, CommandFailed) as error:
+            raise self.fail(str(error), code=EXIT_FAILURE) from error
+
+
+@dataclass(slots=True)
+class _Phase:
+    text: str
+    started: float
+
+
+class Phases:
+    """The phases of something that takes a while. Use as a context; `start` ends the phase before."""
+
+    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._terminal = terminal
+        self._clock = clock
+        self._began = clock()
+        self._current: _Phase | None = None
+        self._last_line = self._began
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="phases", daemon=True)
+        self._status: Status | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first phase could start."""
+        return self._clock() - self._began
+
+    def __enter__(self) -> Phases:
+        console = self._terminal.news
+        if console.is_terminal and not self._terminal.as_json:
+            self._status = console.status(_Elapsed(self), spinner="dots")
+            self._status.start()
+        else:
+            self._heart.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        if self._status is not None:
+            self._status.stop()
+        else:
+            self._heart.join(timeout=5.0)
+
+    def start(self, text: str) -> None:
+        """Say what is being done now."""
+        with self._lock:
+            self._current = _Phase(text, self._clock())
+        self._line(text)
+
+    def current(self) -> tuple[str, float]:
+        """The phase under way and its seconds."""
+        with self._lock:
+            if self._current is None:
+                return "", 0.0
+            return self._current.text, self._clock() - self._current.started
+
+    def _line(self, text: str) -> None:
+        self._last_line = self._clock()
+        if self._terminal.as_json:
+            self._terminal.emit_news(event="phase", elapsed_s=round(self.elapsed_s, 2), message=text)
+        else:
+            self._terminal.news.print(Text(f"{self.elapsed_s:6.1f} s  ", style="dim") + Text(text))
+
+    def _beat(self) -> None:
+        while not self._ended.wait(0.1):
+            text, phase_s = self.current()
+            pause = _HEARTBEAT_S if phase_s < _PATIENT_AFTER_S else _PATIENT_HEARTBEAT_S
+            if text and self._clock() - self._last_line >= pause:
+                self._line(f"... {text} ({phase_s:.0f} s)")
+
+
+class _Elapsed:
+    """The spinner's text, made anew at each refresh."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+
+    def __rich__(self) -> Text:
+        text, phase_s = self._phases.current()
+        return Text(f"{text}  {phase_s:.1f} s" if text else "")

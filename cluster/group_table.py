@@ -1,0 +1,204 @@
+"""What runs on a cluster, joined from the three places that know a part of it.
+
+    Serve's controller   deployments and replicas: state, node, age, what is wanted, what went wrong
+    group directory      groups: phase, reason, epoch, process ids of the ranks
+    router's /metrics    load: running, waiting, KV blocks
+
+Each may be away: a row then has None where nobody could say. Pure: everything comes as arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from workers.directory import GroupEntry, GroupPhase
+
+# Serve's replica states, in our words.
+_REPLICA_STATES = {
+    "PENDING_ALLOCATION": "starting",
+    "STARTING": "starting",
+    "PENDING_INITIALIZATION": "loading",
+    "UPDATING": "loading",
+    "RECOVERING": "loading",
+    "RUNNING": "ready",
+    "STOPPING": "draining",
+    "PENDING_MIGRATION": "draining",
+}
+_WAITING_REASONS = {
+    "PENDING_ALLOCATION": "waiting for free CPUs or GPUs in the Ray cluster",
+    "STARTING": "the replica's process starts",
+    "PENDING_INITIALIZATION": "ranks start and read weights",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """What the router last heard from a group."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    active_blocks: int = 0
+
+    @property
+    def kv_percent(self) -> float | None:
+        """Share of the KV pool that requests hold."""
+        total = self.free_blocks + self.cached_blocks + self.active_blocks
+        return 100.0 * self.active_blocks / total if total else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """One worker group, or a replica of the router."""
+
+    group: str
+    role: str
+    state: str  # starting, loading, ready, draining, failed
+    node: str = ""
+    front_pid: int | None = None
+    rank_pids: tuple[int, ...] = ()
+    running: int | None = None
+    waiting: int | None = None
+    kv_percent: float | None = None
+    restarts: int | None = None  # starts of the ranks after the first
+    epoch: int | None = None
+    age_s: float | None = None
+    reason: str = ""  # why it is not ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationStatus:
+    """One application and its parts."""
+
+    name: str
+    status: str  # as Serve says it: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, ...
+    message: str
+    desired: int
+    ready: int
+    deployed_at: float | None
+    rows: tuple[GroupRow, ...]
+
+
+def parse_loads(metrics_text: str) -> dict[str, GroupLoad]:
+    """Load by group from the text of `/metrics`."""
+    fields: dict[str, dict[str, int]] = {}
+    names = {"tandem_engine_running": "running", "tandem_engine_waiting": "waiting"}
+    for family in text_string_to_metric_families(metrics_text):
+        for sample in family.samples:
+            group = sample.labels.get("group")
+            if group is None:
+                continue
+            name = names.get(sample.name)
+            if sample.name == "tandem_kv_blocks":
+                name = f"{sample.labels['state']}_blocks"
+            if name is not None:
+                fields.setdefault(group, {})[name] = int(sample.value)
+    known = set(GroupLoad.__dataclass_fields__)
+    return {
+        group: GroupLoad(**{name: value for name, value in values.items() if name in known})
+        for group, values in fields.items()
+    }
+
+
+def application_statuses(
+    details: Mapping[str, Any],
+    entries: Iterable[GroupEntry],
+    loads: Mapping[str, GroupLoad],
+    *,
+    now: float,
+) -> list[ApplicationStatus]:
+    """Every application that Serve knows; `now` is Unix time."""
+    by_replica = {entry.replica_id: entry for entry in entries}
+    return [
+        _application(name, app, by_replica, loads, now)
+        for name, app in sorted(details.get("applications", {}).items())
+    ]
+
+
+def _application(
+    name: str,
+    app: Mapping[str, Any],
+    by_replica: Mapping[str, GroupEntry],
+    loads: Mapping[str, GroupLoad],
+    now: float,
+) -> ApplicationStatus:
+    rows: list[GroupRow] = []
+    desired = ready = 0
+    for deployment_name, deployment in app.get("deployments", {}).items():
+        replicas = deployment.get("replicas", [])
+        target = int(deployment.get("target_num_replicas", len(replicas)))
+        desired += target
+        trouble = _first_line(deployment.get("message", ""))
+        own = [
+            _row(
+                deployment_name, replica, by_replica.get(str(replica.get("replica_id"))), loads, now, trouble
+            )
+            for replica in replicas
+        ]
+        ready += sum(row.state == "ready" for row in own)
+        for number in range(len(own), target):
+            reason = trouble or "not started yet"
+            own.append(
+                GroupRow(
+                    group=f"{deployment_name} #{number + 1}",
+                    role=deployment_name,
+                    state="starting",
+                    reason=reason,
+                )
+            )
+        rows += own
+    return ApplicationStatus(
+        name=name,
+        status=str(app.get("status", "UNKNOWN")),
+        message=_first_line(app.get("message", "")),
+        desired=desired,
+        ready=ready,
+        deployed_at=app.get("last_deployed_time_s"),
+        rows=tuple(rows),
+    )
+
+
+def _row(
+    deployment: str,
+    replica: Mapping[str, Any],
+    entry: GroupEntry | None,
+    loads: Mapping[str, GroupLoad],
+    now: float,
+    trouble: str,
+) -> GroupRow:
+    serve_state = str(replica.get("state", ""))
+    state = _REPLICA_STATES.get(serve_state, "starting")
+    reason = "" if state == "ready" else trouble or _WAITING_REASONS.get(serve_state, "")
+    started = replica.get("start_time_s")
+    group = str(replica.get("replica_id", "?"))
+    load = None
+    if entry is not None:
+        group = entry.group_id
+        load = loads.get(entry.group_id)
+        if serve_state != "STOPPING" and entry.phase is not GroupPhase.READY:
+            state, reason = entry.phase.value, entry.reason or reason
+    return GroupRow(
+        group=group,
+        role=entry.role.value if entry is not None else deployment,
+        state=state,
+        node=str(replica.get("node_ip") or ""),
+        front_pid=replica.get("pid"),
+        rank_pids=entry.rank_pids if entry is not None else (),
+        running=load.running if load is not None else None,
+        waiting=load.waiting if load is not None else None,
+        kv_percent=load.kv_percent if load is not None else None,
+        restarts=entry.epoch - 1 if entry is not None else None,
+        epoch=entry.epoch if entry is not None else None,
+        age_s=now - started if started else None,
+        reason=reason,
+    )
+
+
+def _first_line(text: object) -> str:
+    lines = str(text or "").strip().splitlines()
+    return lines[0][:300] if lines else ""

@@ -1,0 +1,74 @@
+"""A note of the cluster that `tandem serve` runs, so that the other commands of this user find it.
+
+One small JSON file in the user's cache, readable by the owner only, written when the API is up and removed
+at the end. A note whose process is gone counts as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCluster:
+    """Where a running `tandem serve` can be reached."""
+
+    pid: int  # of the `tandem serve` process
+    dashboard_url: str
+    gcs_address: str
+    api_url: str
+    application: str
+    file: str  # the deployment file it was started with
+    started_at: float  # Unix time
+
+
+class RunningNote:
+    """The note in a folder of its own; one process writes, many read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "running.json"
+
+    def write(self, cluster: RunningCluster) -> None:
+        """Replace the note in one step. Raises OSError."""
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = self._file.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            json.dump(asdict(cluster), stream, indent=2)
+        temporary.replace(self._file)
+
+    def read(self) -> RunningCluster | None:
+        """The cluster, or None when none runs or the note is not readable."""
+        try:
+            cluster = RunningCluster(**json.loads(self._file.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return cluster if _is_alive(cluster.pid) else None
+
+    def remove(self, pid: int) -> None:
+        """Remove the note if it is of that process; a newer one stays."""
+        cluster = self.read()
+        if cluster is not None and cluster.pid == pid:
+            with contextlib.suppress(FileNotFoundError):
+                self._file.unlink()
+
+
+def default_note() -> RunningNote:
+    """The note of this user."""
+    return RunningNote(Path.home() / ".cache" / "tandem" / "run")
+
+
+def _is_alive(pid: int) -> bool:
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

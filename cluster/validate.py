@@ -1,0 +1,145 @@
+"""Everything that can be checked about a deployment before anything is started.
+
+`load_deployment` reads a file, applies `--port` and `--set`, and answers with the deployment or with a
+ConfigError that lists every mistake; `check_model` then opens the model folder (headers only) and compares
+it with the config: unsupported or damaged checkpoints, tensor-parallel sizes that do not divide, context
+lengths beyond the model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.config import apply_overrides, check_config
+from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
+from cluster.embedded import EmbeddedModelError, model_folder
+from cluster.problems import ConfigError, Problem
+from cluster.serve_schema import IMPORT_PATH, check_file
+from workers.model.checkpoint import Checkpoint
+from workers.model.errors import CheckpointError, TensorParallelError
+from workers.model.spec import check_tensor_parallel
+
+SHIPPED_FILES = Path(__file__).resolve().parent.parent / "deploy"
+DEFAULT_FILE = SHIPPED_FILES / "local.yaml"
+_COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A checked deployment: what Serve receives, and the parts of it that the commands need."""
+
+    file: str
+    tree: dict[str, Any]  # for Serve's API, with --port and --set applied
+    application: str
+    config: TandemConfig
+    host: str
+    port: int
+    num_replicas: dict[str, int]  # by deployment name; the least when autoscaling
+
+    @property
+    def url(self) -> str:
+        """Where the API answers, as seen from this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def num_cpus(self) -> int:
+        """CPUs that its groups set aside together."""
+        pools = self.config.pools
+        total = sum(
+            self.num_replicas.get(name, 1) * bundle["CPU"]
+            for name in pools.names()
+            for bundle in getattr(pools, name).bundles()
+        )
+        return math.ceil(total)
+
+
+def load_deployment(
+    file: Path, *, port: int | None = None, assignments: Iterable[str] = (), allow_open: bool = False
+) -> Deployment:
+    """The deployment of a file. Raises ConfigError with every mistake found, each with its place."""
+    if not file.exists():
+        raise ConfigError([_missing_file(file)])
+    tree, problems = check_file(file, allow_open=allow_open)
+    if problems:
+        raise ConfigError(problems)
+    index, app = next(
+        (i, app) for i, app in enumerate(tree["applications"]) if app.get("import_path") == IMPORT_PATH
+    )
+    try:
+        args = apply_overrides(app.get("args") or {}, assignments)
+    except ConfigError as error:
+        raise ConfigError(replace(problem, file=_COMMAND_LINE) for problem in error.problems) from error
+    config, problems = check_config(args)
+    if port is not None and not 1024 <= port <= 65535:
+        problems.append(
+            Problem(path="--port", message="port out of range", got=str(port), allowed="1024 to 65535")
+        )
+    if config is None or problems:
+        raise ConfigError(replace(problem, file=_COMMAND_LINE) for problem in problems)
+    http = {**(tree.get("http_options") or {}), **({} if port is None else {"port": port})}
+    applications = list(tree["applications"])
+    applications[index] = {**app, "args": args}
+    return Deployment(
+        file=str(file),
+        tree={**tree, "http_options": http, "applications": applications},
+        application=app.get("name", "default"),
+        config=config,
+        host=http.get("host", "0.0.0.0"),
+        port=http.get("port", 8000),
+        num_replicas={
+            entry["name"]: _least_replicas(entry) for entry in app.get("deployments") or () if "name" in entry
+        },
+    )
+
+
+def check_model(deployment: Deployment) -> Checkpoint | None:
+    """The opened model folder; None when it is the embedded model and not converted yet.
+
+    Raises ConfigError naming folder and cause.
+    """
+    config, place = deployment.config, deployment.file
+    try:
+        folder = model_folder(config.model.path)
+        if config.model.path == EMBEDDED_MODEL and not folder.exists():
+            return None
+        checkpoint = Checkpoint(folder)
+    except (EmbeddedModelError, CheckpointError) as error:
+        raise ConfigError([Problem(path="model.path", message=str(error), file=place)]) from error
+    problems = []
+    length = config.model.max_model_len
+    if length is not None and length > checkpoint.max_model_len:
+        problems.append(
+            Problem(
+                path="model.max_model_len",
+                message=f"longer than {folder.name} can",
+                got=str(length),
+                allowed=f"at most {checkpoint.max_model_len}",
+                file=place,
+            )
+        )
+    for name in config.pools.names():
+        try:
+            check_tensor_parallel(checkpoint.spec, getattr(config.pools, name).tensor_parallel)
+        except TensorParallelError as error:
+            path = f"pools.{name}.tensor_parallel"
+            problems.append(Problem(path=path, message=str(error), file=place))
+    if problems:
+        raise ConfigError(problems)
+    return checkpoint
+
+
+def _missing_file(file: Path) -> Problem:
+    shipped = ", ".join(f"deploy/{found.name}" for found in sorted(SHIPPED_FILES.glob("*.yaml")))
+    return Problem(path="", message="no such file", hint=f"Tandem ships {shipped}", file=str(file))
+
+
+def _least_replicas(entry: dict[str, Any]) -> int:
+    scaling = entry.get("autoscaling_config")
+    if isinstance(scaling, dict):
+        return int(scaling.get("min_replicas", 1))
+    replicas = entry.get("num_replicas")
+    return replicas if isinstance(replicas, int) else 1
