@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from router.answers import KEEP_ALIVE, error_event
 from router.errors import ApiError, internal_error
 from router.json_body import ClientLeft
+from router.tasks import end_tasks
 
 Result = TypeVar("Result")
 
@@ -42,7 +43,7 @@ async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive, *, ma
             raise ClientLeft
         raise _too_late(max_s)
     finally:
-        await _end(task, gone)
+        await end_tasks(task, gone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class EventStream(Response):
         except ClientLeft:
             self._on_left()
         except Exception as error:
-            await _end(producer)  # nothing more may be sent beside the error
+            await end_tasks(producer)  # nothing more may be sent beside the error
             shown = error if isinstance(error, ApiError) else internal_error()
             if wire.has_started:
                 self._on_error(shown)
@@ -104,7 +105,7 @@ class EventStream(Response):
             if shown is not error:
                 raise  # a fault of ours, for the log
         finally:
-            await _end(producer, gone)
+            await end_tasks(producer, gone)
 
     async def _watch(self, wire: _Wire, producer: asyncio.Task[None], gone: asyncio.Task[None]) -> None:
         """Until the producer is done. Raises its exception, ClientLeft, or ApiError 504."""
@@ -182,13 +183,6 @@ async def _left(receive: Receive) -> None:
     """Returns when the client has closed its side."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks and waits until they have unwound."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _too_late(max_s: float) -> ApiError:

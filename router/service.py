@@ -26,6 +26,7 @@ from router.metrics import RouterMetrics
 from router.prepare import Arrival, Preparer, detokenize_ids
 from router.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.settings import RouterSettings
+from router.tasks import end_tasks
 from router.tokenizer import TextTokenizer
 from router.work import ModelLimits, Work
 from workers.types import FinishReason, GenerateRequest, RequestId, TokenChunk
@@ -368,9 +369,7 @@ class Service:
                 else:
                     yield index, item
         finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await end_tasks(*pumps)
 
     def _check_chunk(self, chunk: TokenChunk) -> None:
         """Raises ApiError for a chunk that says the request failed."""

@@ -1,7 +1,7 @@
 """The whole stack in one process, without Ray: HTTP application, engine thread, real model.
 
-    with serving(folder) as server:
-        server.post("/v1/completions", {...})
+with serving(folder) as server:
+    server.post("/v1/completions", {...})
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = "model"
 
 
 class LocalDispatcher:
-    """router.dispatch.Dispatcher over an engine in a thread of this process. Serves any number of event loops."""
+    """router.dispatch.Dispatcher over an engine in a thread of this process. Any event loop may use it."""
 
     def __init__(self, engine: Engine, info: GroupInfo) -> None:
         self._info = info
@@ -52,7 +52,8 @@ class LocalDispatcher:
         unfinished = request.num_choices
         try:
             while unfinished:
-                chunk = await asyncio.wait_for(queue.get(), 60)
+                async with asyncio.timeout(60):
+                    chunk = await queue.get()
                 unfinished -= chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -119,7 +120,9 @@ class Serving:
         choice = whole["choices"][0]
         text = choice["message"]["content"] if path == CHAT else choice["text"]
         deltas = [
-            c["delta"].get("content", "") if path == CHAT else c["text"] for e in found[:-1] for c in e["choices"]
+            c["delta"].get("content", "") if path == CHAT else c["text"]
+            for e in found[:-1]
+            for c in e["choices"]
         ]
         reasons = [c["finish_reason"] for e in found[:-1] for c in e["choices"]]
         assert streamed_text(found) == text

@@ -22,7 +22,9 @@ MESSAGES = [{"role": "user", "content": "go:"}]
 def scripted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Serving]]:
     path: str = request.param
     tokenizer = byte_tokenizer()
-    chat = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False)
+    chat = tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     folder = pos_script(
         tmp_path_factory.mktemp("stop"),
         [*tokenizer(TEXT).input_ids, 1],

@@ -1,4 +1,4 @@
-"""Text of streams: characters split over tokens (B01), first spaces of SentencePiece-like tokenizers (B05)."""
+"""Text of streams: characters split over tokens (B01), SentencePiece's first spaces (B05)."""
 
 from __future__ import annotations
 
