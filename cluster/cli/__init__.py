@@ -9,7 +9,7 @@ from cluster.cli.chat import chat
 from cluster.cli.deploy import deploy, down, validate
 from cluster.cli.serve import serve
 from cluster.cli.services import Services
-from cluster.cli.status import read_entries, status
+from cluster.cli.status import status
 from cluster.cli.version import version
 
 app = typer.Typer(
@@ -27,4 +27,4 @@ app.add_typer(model.app, name="model")
 
 def main() -> None:
     """Entry point of the installed command."""
-    app(obj=Services(entries=read_entries))
+    app(obj=Services())

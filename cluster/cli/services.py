@@ -12,6 +12,7 @@ import typer
 
 from cluster import embedded, launch
 from cluster.cli.terminal import CommandFailed
+from cluster.directory_probe import read_entries
 from cluster.running import RunningCluster, RunningNote, default_note
 from cluster.serve_api import ServeApi, read_token
 from workers.directory import GroupEntry
@@ -40,7 +41,7 @@ class Launcher(Protocol):
         is_alive: Callable[[], bool],
     ) -> None: ...
 
-    def stop(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[int]: ...
+    def stop(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[str]: ...
 
 
 class RealLauncher:
@@ -69,7 +70,7 @@ class RealLauncher:
             api, application=application, url=url, report=report, timeout_s=timeout_s, is_alive=is_alive
         )
 
-    def stop(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[int]:
+    def stop(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[str]:
         return launch.stop_all(cluster, grace_s=grace_s)
 
 
@@ -79,7 +80,7 @@ class Services:
 
     launcher: Launcher = field(default_factory=RealLauncher)
     # (Ray's address or "", applications) -> what the groups say of themselves
-    entries: Callable[[str, list[str]], list[GroupEntry]]
+    entries: Callable[[str, list[str]], list[GroupEntry]] = read_entries
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure
     note: RunningNote = field(default_factory=default_note)
     locks: Path = field(default_factory=lambda: Path.home() / ".cache" / "tandem" / "run")

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import httpx
-import ray
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from cluster.cli.options import DashboardOption, JsonOption
 from cluster.cli.services import services_of
-from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.cli.terminal import Terminal
 from cluster.group_table import ApplicationStatus, GroupLoad, GroupRow, application_statuses, parse_loads
-from workers.directory import GroupEntry
-from workers.directory_actor import NAMESPACE, directory_name
 
-_DIRECTORY_TIMEOUT_S = 5.0
+_PIPE_WIDTH = 200
 _STATE_STYLES = {"ready": "green", "failed": "red", "draining": "yellow"}
 
 
@@ -64,31 +58,6 @@ def status(
             raise typer.Exit(1)
 
 
-def read_entries(gcs_address: str, applications: Iterable[str]) -> list[GroupEntry]:
-    """The directories' entries, through a short-lived driver on the cluster; none without a directory."""
-    try:
-        ray.init(
-            address=gcs_address or os.environ.get("RAY_ADDRESS", "auto"),
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError) as error:
-        raise CommandFailed(f"Ray's address is not known ({error}); name it with --gcs-address") from error
-    try:
-        entries: list[GroupEntry] = []
-        for application in applications:
-            try:
-                directory: Any = ray.get_actor(directory_name(application), namespace=NAMESPACE)
-            except ValueError:  # not there: no group of this application has registered yet
-                continue
-            listing = ray.get(directory.listing.remote(None, 0.0), timeout=_DIRECTORY_TIMEOUT_S)
-            entries += listing.entries
-        return entries
-    finally:
-        ray.shutdown()
-
-
 def _loads(details: dict[str, Any]) -> dict[str, GroupLoad]:
     """Load of the groups as a router tells it; nothing when no router answers or wants a key."""
     options = details.get("http_options") or {}
@@ -128,7 +97,9 @@ def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> N
             table.add_column(column)
         for row in application.rows:
             table.add_row(*_cells(row))
-        terminal.out.print(table)
+        # Through a pipe rich would cut cells to a terminal's 80 columns.
+        width = None if terminal.out.is_terminal else _PIPE_WIDTH
+        terminal.out.print(table, width=width)
 
 
 def _cells(row: GroupRow) -> list[str]:

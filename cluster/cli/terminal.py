@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.text import Text
 
+from cluster.directory_probe import ProbeError
 from cluster.embedded import EmbeddedModelError
 from cluster.launch import LaunchError
 from cluster.problems import ConfigError
@@ -85,7 +86,7 @@ class Terminal:
             for problem in error.problems:
                 errors.print(Text(problem.render()))
             raise typer.Exit(EXIT_BAD_CONFIG) from error
-        except (LaunchError, ServeApiError, EmbeddedModelError, CommandFailed) as error:
+        except (LaunchError, ServeApiError, EmbeddedModelError, ProbeError, CommandFailed) as error:
             raise self.fail(str(error), code=EXIT_FAILURE) from error
 
 
