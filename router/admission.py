@@ -67,8 +67,11 @@ class Admission:
 
     def _refusal(self, message: str, *, code: str = "server_is_overloaded", status: int = 503) -> ApiError:
         wait_s = min(max(self._mean_queue_s, _MIN_RETRY_S), _MAX_RETRY_S)
-        spread_s = wait_s * (0.75 + 0.5 * self._random())
-        return overloaded(message, retry_after_s=spread_s, code=code, status=status)
+        return overloaded(message, retry_after_s=self.spread(wait_s), code=code, status=status)
+
+    def spread(self, wait_s: float) -> float:
+        """A waiting time around `wait_s`, so that those who are told at once do not come back at once."""
+        return wait_s * (0.75 + 0.5 * self._random())
 
     def _leave_queue(self, num_tokens: int, waited_s: float | None) -> None:
         self.num_queued -= 1

@@ -150,9 +150,9 @@ class AnswerWriter:
             offsets += prompt.echo.offsets
         return completion_logprobs(
             self._tokenizer,
-            token_ids + delta.token_ids,
-            entries + delta.logprobs,
-            offsets + delta.offsets,
+            [*token_ids, *delta.token_ids],
+            [*entries, *delta.logprobs],
+            [*offsets, *delta.offsets],
             wanted,
         )
 

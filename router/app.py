@@ -9,7 +9,6 @@ shape.
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from router.auth import Caller, load_api_keys
+from router.build import new_random
 from router.errors import INVALID_REQUEST, ApiError
 from router.gate import Gate, count_error
 from router.json_body import ClientLeft, parse_object, read_body
@@ -37,9 +37,13 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    service: Service, settings: RouterSettings, *, new_id: Callable[[], str] = lambda: secrets.token_hex(16)
+    service: Service, settings: RouterSettings, *, new_id: Callable[[], str] | None = None
 ) -> FastAPI:
-    """The application over a service. Reads the API key file; raises ValueError or OSError when it cannot."""
+    """The application over a service. `new_id` makes request ids; None: random ones.
+
+    Reads the API key file; raises ValueError or OSError when it cannot.
+    """
+    random = new_random()
     app = FastAPI(
         title="Tandem",
         version=settings.version,
@@ -53,7 +57,7 @@ def create_app(
         settings=settings,
         keys=load_api_keys(settings.api_keys_file),
         metrics=service.metrics,
-        new_id=new_id,
+        new_id=new_id or (lambda: f"{random.getrandbits(128):032x}"),
     )
 
     async def on_http_error(_: Request, error: Exception) -> Response:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import secrets
 import time
+from random import Random, SystemRandom
 
 from prometheus_client import CollectorRegistry
 
@@ -19,6 +18,11 @@ from router.text_workers import TextWorkers
 from router.tokenizer import TextTokenizer
 
 
+def new_random() -> Random:
+    """A generator for what only has to be different: seeds, ids. Asking the system each time is slow."""
+    return Random(SystemRandom().getrandbits(256))
+
+
 def build_service(
     dispatcher: Dispatcher,
     tokenizer: TextTokenizer,
@@ -27,6 +31,7 @@ def build_service(
     registry: CollectorRegistry | None = None,
 ) -> Service:
     """A service over a dispatcher. `registry` holds its metrics; None: one of its own."""
+    random = new_random()
     admission = Admission(settings, clock=time.monotonic, random=random.random)
     metrics = RouterMetrics(
         registry if registry is not None else CollectorRegistry(),
@@ -39,7 +44,7 @@ def build_service(
         tokenizer=tokenizer,
         workers=TextWorkers(settings.text_threads),
         settings=settings,
-        draw_seed=lambda: INT64_MIN + secrets.randbits(64),
+        draw_seed=lambda: INT64_MIN + random.getrandbits(64),
     )
     return Service(
         dispatcher=dispatcher,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from router.detokenizer import detokenizer
 from router.stop import StopMatcher
@@ -17,9 +17,10 @@ class Delta:
     """What one chunk of tokens adds to a choice. Tokens of held-back text are here before their text is."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # characters of the choice's text before each token
+    token_ids: Sequence[int] = ()
+    # With log-probabilities only: one per token, and the characters of the choice's text before each.
+    logprobs: Sequence[TokenLogprob | None] = ()
+    offsets: Sequence[int] = ()
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop id or stop string
 
@@ -73,22 +74,24 @@ class Choice:
 
     def add(self, chunk: TokenChunk) -> Delta:
         """Takes a chunk that is not an error."""
-        delta = Delta()
+        delta = Delta(token_ids=chunk.token_ids)
         pieces: list[str] = []
-        last = len(chunk.token_ids) - 1
+        offsets: list[int] = []
+        num_spoken = len(chunk.token_ids)
+        if chunk.stop_token_id is not None and not self._include_stop:
+            num_spoken -= 1  # the id that ended the choice is no part of its text
         for i, token_id in enumerate(chunk.token_ids):
             self.num_tokens += 1
-            delta.token_ids.append(token_id)
-            delta.offsets.append(self._num_chars)
-            if chunk.logprobs is not None:
-                delta.logprobs.append(chunk.logprobs[i])
-            if i == last and chunk.stop_token_id is not None and not self._include_stop:
-                continue  # the id that ended the choice is no part of its text
-            if self._take(self._detokenizer.add(token_id), pieces, delta):
+            offsets.append(self._num_chars)
+            if i < num_spoken and self._take(self._detokenizer.add(token_id), pieces, delta):
+                delta.token_ids = chunk.token_ids[: i + 1]
                 break
         if chunk.finish_reason is not None and not self.is_finished:
             self._end(chunk, pieces, delta)
-        delta.text = "".join(pieces)
+        if chunk.logprobs is not None:
+            delta.logprobs = chunk.logprobs[: len(offsets)]
+            delta.offsets = offsets
+        delta.text = pieces[0] if len(pieces) == 1 else "".join(pieces)
         return delta
 
     def _take(self, text: str, pieces: list[str], delta: Delta) -> bool:

@@ -24,6 +24,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
 
+_INTERNAL_PREFIX = b"x-tandem-"  # nothing of tenant, priority or placement is settable from outside
 _OPEN_PATHS = frozenset({"/health"})
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(rb"[A-Za-z0-9._~-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
@@ -148,6 +149,8 @@ def _check_headers(headers: RawHeaders, max_bytes: int) -> None:
     for name in (b"host", b"content-length", b"authorization"):
         if sum(key == name for key, _ in headers) > 1:
             raise invalid(f"The header {name.decode('ascii')} is there twice.", code="invalid_header")
+    if any(name.startswith(_INTERNAL_PREFIX) for name, _ in headers):
+        raise invalid("Headers that begin with x-tandem- are not for clients.", code="invalid_header")
     host = _one(headers, b"host")
     if host is not None and not _HOST.fullmatch(host):
         raise invalid("The Host header is no host name.", code="invalid_header")

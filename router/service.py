@@ -9,7 +9,7 @@ length, aborted, error.
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ from router.auth import Caller
 from router.choice import Choice, Delta, prompt_text
 from router.dispatch import Dispatcher, Unavailable
 from router.errors import ApiError, internal_error, invalid, model_not_found, overloaded
+from router.merge import merged
 from router.metrics import RouterMetrics
 from router.prepare import Arrival, Preparer, detokenize_ids
 from router.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.settings import RouterSettings
-from router.tasks import end_tasks
 from router.tokenizer import TextTokenizer
 from router.work import ModelLimits, Work
 from workers.types import FinishReason, GenerateRequest, RequestId, TokenChunk
@@ -39,6 +39,8 @@ _LATER_CODES = frozenset(
 )
 _OVERLOAD_CODES = frozenset({"queue_full", "server_is_overloaded"})
 _RETRY_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class _Event(NamedTuple):
@@ -274,7 +276,7 @@ class Service:
         with self.admission.admit(work.caller.tenant, work.num_prompt_tokens) as place:
             self.metrics.count(metric.PROMPT_TOKENS, work.num_prompt_tokens)
             try:
-                async with aclosing(self._chunks(work)) as chunks:
+                async with aclosing(merged(self._dispatcher, self._requests(work))) as chunks:
                     async for prompt_index, chunk in chunks:
                         choice = progress.choices[prompt_index * work.num_choices + chunk.choice]
                         if choice.is_finished:  # by a stop string, which its engine does not know of
@@ -293,10 +295,7 @@ class Service:
                 outcome = "error"
                 raise
             finally:
-                self.metrics.count(metric.REQUESTS, 1, outcome)
-                self.metrics.count(metric.GENERATION_TOKENS, progress.usage.completion_tokens)
-                self.metrics.count(metric.CACHED_TOKENS, progress.usage.cached_tokens)
-                self.metrics.e2e_s.observe(self._clock() - work.arrived_at)
+                self._count(work, progress.usage, outcome)
 
     def _take(
         self, work: Work, progress: _Progress, place: AdmittedRequest, choice: Choice, chunk: TokenChunk
@@ -324,6 +323,18 @@ class Service:
             progress.reasons.add(delta.finish_reason or "")
         return _Event(choice, delta, progress.usage)
 
+    def _count(self, work: Work, usage: Usage, outcome: str) -> None:
+        """Once for every admitted request."""
+        seconds = self._clock() - work.arrived_at
+        self.metrics.count(metric.REQUESTS, 1, outcome)
+        self.metrics.count(metric.GENERATION_TOKENS, usage.completion_tokens)
+        self.metrics.count(metric.CACHED_TOKENS, usage.cached_tokens)
+        self.metrics.e2e_s.observe(seconds)
+        logger.info(
+            "request %s: %s after %.3f s, %d prompt tokens (%d cached), %d generated",
+            *(work.id, outcome, seconds, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        )
+
     def _requests(self, work: Work) -> list[GenerateRequest]:
         return [
             GenerateRequest(
@@ -335,41 +346,6 @@ class Service:
             )
             for index, prompt in enumerate(work.prompts)
         ]
-
-    async def _chunks(self, work: Work) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """(prompt index, chunk) of all prompts, as they come."""
-        requests = self._requests(work)
-        if len(requests) == 1:
-            async with aclosing(self._dispatcher.generate(requests[0])) as chunks:
-                async for chunk in chunks:
-                    yield 0, chunk
-            return
-        # Bounded by the requests' own max_tokens.
-        queue: asyncio.Queue[tuple[int, TokenChunk | Exception | None]] = asyncio.Queue()
-
-        async def pump(index: int, request: GenerateRequest) -> None:
-            try:
-                async with aclosing(self._dispatcher.generate(request)) as chunks:
-                    async for chunk in chunks:
-                        queue.put_nowait((index, chunk))
-            except Exception as error:  # raised again where the queue is read
-                queue.put_nowait((index, error))
-            else:
-                queue.put_nowait((index, None))
-
-        pumps = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
-        running = len(pumps)
-        try:
-            while running:
-                index, item = await queue.get()
-                if item is None:
-                    running -= 1
-                elif isinstance(item, Exception):
-                    raise item
-                else:
-                    yield index, item
-        finally:
-            await end_tasks(*pumps)
 
     def _check_chunk(self, chunk: TokenChunk) -> None:
         """Raises ApiError for a chunk that says the request failed."""
@@ -386,4 +362,4 @@ class Service:
         raise internal_error(code, message)
 
     def _unavailable(self, message: str, code: str, retry_after_s: float) -> ApiError:
-        return overloaded(message, retry_after_s=retry_after_s, code=code)
+        return overloaded(message, retry_after_s=self.admission.spread(retry_after_s), code=code)

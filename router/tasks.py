@@ -11,8 +11,8 @@ _CANCEL_AGAIN_S = 0.5  # longer than any clean-up takes, so that it is not cut s
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancels tasks until they have unwound.
 
-    One cancellation can get lost: `asyncio.wait_for` before Python 3.12 swallows it when its result arrives in
-    the same moment, as it often does under load.
+    One cancellation can get lost: `asyncio.wait_for` before Python 3.12 swallows it when its result arrives
+    in the same moment, as it often does under load.
     """
     left: set[asyncio.Task[Any]] = set(tasks)
     while left:

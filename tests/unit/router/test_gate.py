@@ -144,6 +144,7 @@ def test_request_ids() -> None:
         ([("x-long", "y" * 17_000)], 431, "headers_too_large"),
         ([("host", "a/?x")], 400, "invalid_header"),
         ([("host", "a b")], 400, "invalid_header"),
+        ([("x-tandem-tenant", "other")], 400, "invalid_header"),
         ([("host", "a"), ("content-length", "0"), ("content-length", "0")], 400, "invalid_header"),
         ([("authorization", "Bearer a"), ("authorization", "Bearer b")], 400, "invalid_header"),
     ],
