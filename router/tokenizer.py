@@ -16,6 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,8 +51,6 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.backend = tokenizer
-        self._plain = Tokenizer.from_str(tokenizer.to_str())  # reads the text of special tokens as text
-        self._plain.encode_special_tokens = True
         self._template = (
             ChatTemplate(chat_template, special_tokens or {}, time.monotonic) if chat_template else None
         )
@@ -98,6 +97,13 @@ class TextTokenizer:
             return cls(tokenizer, special_tokens=specials, chat_template=_chat_template(folder, config))
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """Reads the text of special tokens as text. A copy, made when first needed: it may have 80 MiB."""
+        plain = Tokenizer.from_str(self.backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     @property
     def has_chat_template(self) -> bool:
