@@ -43,10 +43,10 @@ class Work:
         return f"{model} {dtype} {what}"
 
     def figure(self, first_s: float, all_s: float) -> float:
-        """The measure, from the seconds to the first token and to the last of the same or an equal run."""
+        """The measure, from the seconds to the first token and to the last; for DECODE all_s > first_s."""
         match self.kind:
             case Kind.DECODE:
-                return self.batch * (self.new_tokens - 1) / max(all_s - first_s, 1e-9)
+                return self.batch * (self.new_tokens - 1) / (all_s - first_s)
             case Kind.PREFILL:
                 return self.prompt_tokens / first_s
             case Kind.CACHED:
