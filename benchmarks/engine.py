@@ -3,9 +3,9 @@
     python -m benchmarks.engine [--model FOLDER] [--runs N] [--quick] [--json] [--out FILE]
 
 Every run measures every work on every subject, one after the other, with fresh random prompts; a figure is
-made of the median times over the runs. The peer of a work is the better of transformers' dynamic and static cache. The last
-line of output is JSON: {"rows": [{"work", "ours", "unit", "best_peer", "peer", "ratio_to_best_peer", "limit",
-"limit_share"}, ...]}; a ratio above 1 is ahead in every unit.
+made of the median times over the runs. The peer of a work is the better of transformers' dynamic and static
+cache. The last line of output is JSON: {"rows": [{"work", "ours", "unit", "best_peer", "peer",
+"ratio_to_best_peer", "limit", "limit_share"}, ...]}; a ratio above 1 is ahead in every unit.
 """
 
 from __future__ import annotations
