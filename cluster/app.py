@@ -16,14 +16,12 @@ import ray
 from ray import serve
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 
 from cluster import embedded
 from cluster.config import EMBEDDED_MODEL, TandemConfig, parse_config
 from cluster.config_tree import PoolConfig
 from cluster.problems import ConfigError, Problem
 from router.deployment import Router, RouterStart
-from router.request_router import RankedRequestRouter
 from workers.config import ModelConfig
 from workers.group import FrontSettings, WorkerGroup
 from workers.model.checkpoint import Checkpoint
@@ -34,6 +32,7 @@ from workers.types import Role
 _log = logging.getLogger(__name__)
 
 _MAX_ONGOING = 10_000  # calls return at once: bounds are the router's admission and the engine's queue
+_REQUEST_ROUTER = "router.request_router:RankedRequestRouter"
 _HEALTH_PERIOD_S = 1.0  # three failed checks in a row and Serve replaces the group
 _HEALTH_TIMEOUT_S = 10.0
 _MAX_STARTS = 3  # of a group that does not come up; then the deployment has failed
@@ -57,7 +56,7 @@ def build(args: dict[str, Any]) -> Application:
         policy=config.router.placement_policy(),
         tokenizer_folder=model.path,
     )
-    router = serve.deployment(Router).options(
+    deployment = serve.deployment(
         name="router",
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
@@ -65,7 +64,7 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=config.pools.unified.drain_timeout_s + _STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    return router.bind(start, groups)
+    return deployment(Router).bind(start, groups)
 
 
 def _pool(name: str, role: Role, pool: PoolConfig, model: ModelConfig, config: TandemConfig) -> Application:
@@ -78,20 +77,20 @@ def _pool(name: str, role: Role, pool: PoolConfig, model: ModelConfig, config: T
         start_timeout_s=pool.start_timeout_s,
         drain_timeout_s=pool.drain_timeout_s,
     )
-    deployment = serve.deployment(WorkerGroup).options(
+    deployment = serve.deployment(
         name=name,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=pool.bundles(),
         placement_group_strategy=pool.placement,
-        request_router_config=RequestRouterConfig(request_router_class=RankedRequestRouter),
+        request_router_config={"request_router_class": _REQUEST_ROUTER},
         max_constructor_retry_count=_MAX_STARTS,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=pool.drain_timeout_s + _STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    return deployment.bind(settings)
+    return deployment(WorkerGroup).bind(settings)
 
 
 def _located(model: ModelConfig) -> ModelConfig:
@@ -122,7 +121,7 @@ def _model_problems(config: TandemConfig, model: ModelConfig) -> Iterable[Proble
 
 def _resource_problems(config: TandemConfig) -> Iterable[Problem]:
     """Groups that the machines known now can never hold."""
-    available = ray.cluster_resources()
+    available = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's
     for name in config.pools.names():
         pool: PoolConfig = getattr(config.pools, name)
         needed: dict[str, float] = {}

@@ -180,10 +180,10 @@ def wait_ready(
             time.sleep(0.25)
 
 
-def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[int]:
+def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[str]:
     """Stop the cluster and everything on it; requests in flight get up to `grace_s` to finish.
 
-    Returns the ids of processes that had to be killed at the very end (none, when all went well).
+    Returns id and title of processes that had to be killed at the very end (none, when all went well).
     """
     deadline = time.monotonic() + grace_s
     if grace_s > 0 and cluster.head.poll() is None:
@@ -195,7 +195,7 @@ def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[int]:
     if cluster.head.poll() is None:
         cluster.head.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        cluster.head.wait(timeout=10.0)
+        cluster.head.wait(timeout=20.0)
     leftover = _end_marked(cluster.mark, signal.SIGTERM, wait_s=3.0)
     killed = _end_marked(cluster.mark, signal.SIGKILL, wait_s=3.0) if leftover else []
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -212,6 +212,7 @@ def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # stop_all has drained before it ends the head
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(folder)),
     }
     for name in _HAPROXY_PORTS:  # two clusters on one machine must not share them
@@ -287,17 +288,24 @@ def _marked_processes(mark: str) -> Iterator[int]:
                 yield int(entry.name)
 
 
-def _end_marked(mark: str, signal_number: signal.Signals, *, wait_s: float) -> list[int]:
+def _end_marked(mark: str, signal_number: signal.Signals, *, wait_s: float) -> list[str]:
     """Signal every marked process and wait; returns the killed, or after a mere request those still alive."""
     signalled = []
     for pid in _marked_processes(mark):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
+            signalled.append(f"{pid} {_title(pid)}")
             os.kill(pid, signal_number)
-            signalled.append(pid)
     deadline = time.monotonic() + wait_s
     while (alive := list(_marked_processes(mark))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return signalled if signal_number == signal.SIGKILL else alive
+    return signalled if signal_number == signal.SIGKILL else [f"{pid} {_title(pid)}" for pid in alive]
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+    except OSError:
+        return ""
 
 
 def _tail(log: Path, num_lines: int = 15) -> str:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -41,7 +42,7 @@ class RouterStart:
 class GroupSender:
     """Hands requests to groups through Serve's handle; `router.request_router` follows the ranking."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
     async def __call__(self, ranked: Sequence[GroupId], client_id: str, request: GenerateRequest) -> GroupId:
@@ -54,7 +55,7 @@ class GroupSender:
 class Router:
     """Serve replica class. Starting it waits for no group: `/ready` says when there is one."""
 
-    async def __init__(self, start: RouterStart, groups: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(self, start: RouterStart, groups: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
         settings = replace(start.http, replica=context.replica_id.unique_id)
         secret = await asyncio.to_thread(application_secret, context.app_name)

@@ -7,7 +7,6 @@ import logging
 import secrets
 from typing import Any
 
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from workers.directory import RENEW_S, GroupEntry
@@ -23,7 +22,7 @@ class DirectoryLease:
     def __init__(self, application: str, entry: GroupEntry) -> None:
         self._application = application
         self._entry = entry
-        self._directory: ActorHandle[Any] | None = None
+        self._directory: Any = None  # handle of the actor
         self._is_published = False
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

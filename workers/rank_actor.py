@@ -26,7 +26,7 @@ class RankActor:
     def __init__(self, start: GroupStart, rank: int) -> None:
         self._start = start
         self._rank = rank
-        self._host_address = "127.0.0.1" if start.on_loopback else ray.util.get_node_ip_address()
+        self._host_address = "127.0.0.1" if start.on_loopback else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._leader: LeaderHost | None = None
         self._follower: FollowerHost | None = None
         self._following: asyncio.Task[None] | None = None

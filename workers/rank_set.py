@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -30,7 +29,7 @@ class RankSet:
 
     def __init__(self, start: GroupStart) -> None:
         self._start = start
-        self._actors: list[ActorHandle[Any]] = []
+        self._actors: list[Any] = []  # handles
         self._places: tuple[RankPlace, ...] = ()
         self._runs: list[asyncio.Task[str]] = []
 
@@ -48,7 +47,7 @@ class RankSet:
                     group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
                 ),
             )
-            self._actors.append(cast(ActorHandle[Any], options.remote(self._start, rank)))
+            self._actors.append(options.remote(self._start, rank))
         self._places = tuple(await self._all([actor.place.remote() for actor in self._actors]))
         return self._places
 

@@ -15,6 +15,7 @@ import pytest
 from cluster.launch import LocalCluster
 from tests.integration.serving import Serving, serving, wait_for
 from tests.models import checkpoints
+from tests.models.toy_tokenizers import byte_tokenizer
 from workers.hashing import BlockHash, block_hashes
 
 pytestmark = pytest.mark.integration
@@ -45,6 +46,7 @@ class Outcome:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
+    byte_tokenizer().save_pretrained(folder)
     return checkpoints.build(folder, checkpoints.family("llama"), max_position_embeddings=4096)
 
 
@@ -65,10 +67,11 @@ def test_prefix_placement_finds_the_cache_and_balances(
     with two_groups(cluster, http_port, folder, "round_robin") as server:
         in_turn = converse(server)
     with capsys.disabled():
-        print("\npolicy        cached of one unlimited group   requests of the groups")
+        print("\npolicy        cached of one unlimited group   computed again   requests of the groups")
         for name, outcome in (("prefix", prefix), ("round_robin", in_turn)):
             counts = sorted(outcome.requests.values())
-            print(f"{name:12}  {outcome.share:22.1%}          {counts} ({outcome.imbalance:.2f}x)")
+            again = outcome.ideal_tokens - outcome.cached_tokens
+            print(f"{name:12}  {outcome.share:22.1%}   {again:17d}   {counts} ({outcome.imbalance:.2f}x)")
     assert prefix.share >= 0.9
     assert prefix.imbalance <= 1.5
     assert prefix.share > in_turn.share

@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 
 
 def test_a_problem_reads_file_line_key_problem_got_allowed_hint(tmp_path: Path) -> None:
-    [problem] = check(tmp_path, GOOD.replace("args: {}", "args: {model: {path: x, nam: y}}"))
+    [problem] = check(tmp_path, GOOD.replace("args: {}", "args: {model: {path: x, nam: z}}"))
     assert problem.render() == (
         f"{tmp_path}/deploy.yaml:5:applications[0].args.model.nam: unknown key; got 'nam'; "
         "allowed: dtype, max_model_len, name, path; did you mean name?"

@@ -1,0 +1,80 @@
+"""Serve's candidates in the order of the ranking; anything odd falls back, nothing raises."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from router.request_router import RankedRequestRouter, order_candidates
+from workers.group_start import group_id_of
+
+
+@dataclass(frozen=True)
+class FakeDeployment:
+    name: str = "unified"
+
+
+@dataclass(frozen=True)
+class FakeReplicaId:
+    unique_id: str
+    deployment_id: FakeDeployment = FakeDeployment()
+
+
+@dataclass(frozen=True)
+class FakeReplica:
+    replica_id: FakeReplicaId
+
+
+class FakePending:
+    def __init__(self, kwargs: Any) -> None:
+        self.kwargs = kwargs
+
+
+class FakeCounter:
+    def __init__(self, counted: list[str]) -> None:
+        self._counted = counted
+
+    def inc(self, *, tags: dict[str, str]) -> None:
+        self._counted.append(tags["reason"])
+
+
+A, B, C = (FakeReplica(FakeReplicaId(name)) for name in "abc")
+
+
+def ranking(*names: str) -> list[str]:
+    return [group_id_of("unified", name) for name in names]
+
+
+def test_ranked_candidates_come_first_and_one_by_one() -> None:
+    ordered = order_candidates([A, B, C], ranking("c", "a"))  # type: ignore[list-item]  # fakes
+    assert ordered.batches == [[C], [A], [B]]
+    assert not ordered.is_fallback
+
+
+def test_groups_that_are_gone_are_passed_over() -> None:
+    ordered = order_candidates([A, B], ranking("x", "b"))  # type: ignore[list-item]  # fakes
+    assert ordered.batches == [[B], [A]]
+    ordered = order_candidates([A, B], ranking("x"))  # type: ignore[list-item]  # fakes
+    assert ordered == ([[A, B]], True)
+
+
+@pytest.mark.parametrize(
+    ("pending", "reason"),
+    [
+        (None, "unranked"),
+        (FakePending({}), "unranked"),
+        (FakePending({"ranked_groups": ranking("x")}), "ranked_groups_gone"),
+        (FakePending({"ranked_groups": 7}), "error"),
+        (FakePending(None), "error"),
+    ],
+)
+def test_odd_calls_fall_back_to_all_candidates_and_are_counted(pending: Any, reason: str) -> None:
+    router = object.__new__(RankedRequestRouter)  # Serve's constructor needs a running replica set
+    counted: list[str] = []
+    router._fallbacks = FakeCounter(counted)  # type: ignore[assignment]
+    call = router.choose_replicas(candidate_replicas=[A, B], pending_request=pending)  # type: ignore[list-item]
+    assert asyncio.run(call) == [[A, B]]
+    assert counted == [reason]
