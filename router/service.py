@@ -115,7 +115,8 @@ class Service:
 
         While groups differ (a rolling update), what every one of them can serve.
         """
-        groups = self._dispatcher.groups()
+        # One that is listed but not connected (just started, or dying) has said nothing of its model yet.
+        groups = [group for group in self._dispatcher.groups() if group.info.max_model_len > 0]
         if not groups:
             raise self._unavailable("No worker group is up yet.", "no_ready_group", _RETRY_S)
         return ModelLimits(
