@@ -36,7 +36,8 @@ def read_entries(gcs_address: str, applications: Sequence[str]) -> list[GroupEnt
     if read_token() is not None:
         environment.setdefault("RAY_AUTH_MODE", "token")
     address = gcs_address or environment.get("RAY_ADDRESS", "auto")
-    command = [sys.executable, "-m", "cluster.directory_probe", address, *applications]
+    # -P: folders named like packages where the person stands are not imported.
+    command = [sys.executable, "-P", "-m", "cluster.directory_probe", address, *applications]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:

@@ -70,8 +70,8 @@ def model_folder(name: str, root: Path | None = None) -> Path:
     """
     if name in ("embedded", SMOLLM2.name):
         return (root or default_root()) / SMOLLM2.name
-    folder = Path(name).expanduser()
-    if not folder.exists():
+    folder = Path(os.path.expanduser(name))
+    if not os.path.exists(folder):  # Path.exists raises where a folder above may not be read
         known = f"a folder in Hugging Face layout, or {SMOLLM2.name}"
         raise EmbeddedModelError(f"no model {name!r}: {folder.absolute()} does not exist; give {known}")
     if not folder.is_dir():

@@ -53,7 +53,10 @@ def find_damage(folder: Path, made_from: str) -> list[str]:
                 damage.append(f"{name} has sha256 {found}, {entry['sha256']} was written")
         except OSError as error:
             damage.append(f"{name} cannot be read: {error.strerror}")
-    present = {file.name for file in folder.iterdir() if not file.name.startswith(".")}
+    try:
+        present = {file.name for file in folder.iterdir() if not file.name.startswith(".")}
+    except OSError as error:  # swapped for a new one at this moment, or not ours to read
+        return [*damage, f"the folder cannot be read: {error.strerror}"]
     damage += [f"{name} does not belong here" for name in sorted(present - set(files) - {MANIFEST})]
     return damage
 
@@ -61,11 +64,13 @@ def find_damage(folder: Path, made_from: str) -> list[str]:
 def _read(file: Path) -> dict[str, Any] | None:
     """The manifest if it has the right shape."""
     try:
-        listed = json.loads(file.read_bytes())
+        listed: Any = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return None
-    files = listed.get("files") if isinstance(listed, dict) else None
-    if not isinstance(files, dict) or not {"format", "made_from"} <= set(listed):
+    if not isinstance(listed, dict) or not {"format", "made_from", "files"} <= set(listed):
+        return None
+    files = listed["files"]
+    if not isinstance(files, dict):
         return None
     for name, entry in files.items():
         if Path(name).name != name or not isinstance(entry, dict) or not {"bytes", "sha256"} <= set(entry):

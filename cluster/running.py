@@ -1,7 +1,8 @@
 """A note of the cluster that `tandem serve` runs, so that the other commands of this user find it.
 
 One small JSON file in the user's cache, readable by the owner only, written when the API is up and removed
-at the end. A note whose process is gone counts as absent.
+at the end. A note whose process is gone counts as absent; a process is known by id and start time, since the
+id alone may long belong to somebody else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RunningCluster:
     api_url: str
     application: str
     file: str  # the deployment file it was started with
-    started_at: float  # Unix time
+    process_start: int  # clock ticks from the machine's start to that of the process
 
 
 class RunningNote:
@@ -47,7 +48,8 @@ class RunningNote:
             cluster = RunningCluster(**json.loads(self._file.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
-        return cluster if _is_alive(cluster.pid) else None
+        is_alive = cluster.process_start == process_start(cluster.pid)
+        return cluster if is_alive else None
 
     def remove(self, pid: int) -> None:
         """Remove the note if it is of that process; a newer one stays."""
@@ -62,13 +64,10 @@ def default_note() -> RunningNote:
     return RunningNote(Path.home() / ".cache" / "tandem" / "run")
 
 
-def _is_alive(pid: int) -> bool:
-    if not isinstance(pid, int) or pid <= 0:
-        return False
+def process_start(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did; None when it has ended."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if fields[0] == "Z" else int(fields[19])

@@ -46,7 +46,13 @@ class ServeApi:
 
     def details(self) -> dict[str, Any]:
         """What Serve runs: applications with status, message, deployments and replicas."""
-        details: dict[str, Any] = self._call("GET").json()
+        response = self._call("GET")
+        try:
+            details = response.json()
+        except ValueError as error:
+            raise ServeApiError(f"what answers at {self.url} is not a Ray dashboard") from error
+        if not isinstance(details, dict):
+            raise ServeApiError(f"what answers at {self.url} is not a Ray dashboard")
         return details
 
     def remove_applications(self) -> None:
@@ -76,7 +82,7 @@ class ServeApi:
             # trust_env off: a proxy from the environment must never see the token.
             with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
                 response = client.request(method, self.url + _APPLICATIONS, headers=headers, json=body)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServeApiError(f"no Ray dashboard answers at {self.url}: {error}") from error
         if response.status_code in (401, 403):
             place = token_path()

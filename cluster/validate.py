@@ -9,7 +9,7 @@ lengths beyond the model's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Deployment:
     def num_cpus(self) -> int:
         """CPUs that its groups set aside together."""
         pools = self.config.pools
-        total = sum(
+        total: float = sum(
             self.num_replicas.get(name, 1) * bundle["CPU"]
             for name in pools.names()
             for bundle in getattr(pools, name).bundles()
@@ -58,27 +58,21 @@ class Deployment:
 
 
 def load_deployment(
-    file: Path, *, port: int | None = None, assignments: Iterable[str] = (), allow_open: bool = False
+    file: Path, *, port: int | None = None, assignments: Sequence[str] = (), allow_open: bool = False
 ) -> Deployment:
     """The deployment of a file. Raises ConfigError with every mistake found, each with its place."""
     if not file.exists():
         raise ConfigError([_missing_file(file)])
     tree, problems = check_file(file, allow_open=allow_open)
+    problems += _command_line_problems(port, assignments)
     if problems:
         raise ConfigError(problems)
     index, app = next(
         (i, app) for i, app in enumerate(tree["applications"]) if app.get("import_path") == IMPORT_PATH
     )
-    try:
-        args = apply_overrides(app.get("args") or {}, assignments)
-    except ConfigError as error:
-        raise ConfigError(replace(problem, file=_COMMAND_LINE) for problem in error.problems) from error
+    args = apply_overrides(app.get("args") or {}, assignments)
     config, problems = check_config(args)
-    if port is not None and not 1024 <= port <= 65535:
-        problems.append(
-            Problem(path="--port", message="port out of range", got=str(port), allowed="1024 to 65535")
-        )
-    if config is None or problems:
+    if config is None:  # each part alone was right, so it is a value of --set
         raise ConfigError(replace(problem, file=_COMMAND_LINE) for problem in problems)
     http = {**(tree.get("http_options") or {}), **({} if port is None else {"port": port})}
     applications = list(tree["applications"])
@@ -130,6 +124,19 @@ def check_model(deployment: Deployment) -> Checkpoint | None:
     if problems:
         raise ConfigError(problems)
     return checkpoint
+
+
+def _command_line_problems(port: int | None, assignments: Sequence[str]) -> list[Problem]:
+    """What is wrong with `--port`, and with the paths of `--set`."""
+    problems = []
+    if port is not None and not 1024 <= port <= 65535:
+        message = "port out of range"
+        problems.append(Problem(path="--port", message=message, got=str(port), allowed="1024 to 65535"))
+    try:
+        apply_overrides({}, assignments)
+    except ConfigError as error:
+        problems += error.problems
+    return [replace(problem, file=_COMMAND_LINE) for problem in problems]
 
 
 def _missing_file(file: Path) -> Problem:

@@ -28,7 +28,7 @@ HELP = """\
 /system TEXT    set the system prompt and start over     /system shows it
 /set NAME VALUE change a setting, /set NAME takes it back  /set shows all
 /reset          forget the conversation
-/stats          time to first token, tokens/s, cached tokens, group of the last answer
+/stats          time to first token, tokens/s, cached tokens of the last answer
 /save FILE      write the conversation as JSON
 /exit           leave (or Ctrl-D); Ctrl-C stops an answer
 \"\"\"             begins and ends a message of several lines"""
@@ -139,7 +139,5 @@ def stats_text(stats: AnswerStats | None) -> str:
         parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
     if stats.prompt_tokens is not None:
         parts.append(f"prompt {stats.prompt_tokens} tokens, {stats.cached_tokens or 0} of them cached")
-    if stats.group is not None:
-        parts.append(f"group {stats.group}")
     parts.append(f"ended: {stats.finish_reason or 'stopped by you'}")
     return ", ".join(parts)

@@ -9,19 +9,20 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
-from cluster.cli.services import services_of
+from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
 from cluster.config_tree import EMBEDDED_MODEL
 from cluster.launch import Progress, Report
 from cluster.problems import ConfigError, Problem
-from cluster.serve_api import ServeApiError
+from cluster.running import RunningCluster
+from cluster.serve_api import ServeApi, ServeApiError
 from cluster.validate import Deployment, check_model, load_deployment
 
 _DOWN_TIMEOUT_S = 60.0
@@ -136,8 +137,9 @@ def down(context: typer.Context, dashboard: DashboardOption = None, as_json: Jso
         deadline = time.monotonic() + _DOWN_TIMEOUT_S
         if running is not None:
             phases.start(f"ending tandem serve (process {running.pid})")
-            os.kill(running.pid, signal.SIGTERM)
-            while services.running(api) is not None or api.is_reachable():
+            with suppress(ProcessLookupError):
+                os.kill(running.pid, signal.SIGTERM)
+            while not _has_ended(services, api, running):
                 _wait_until(deadline, f"tandem serve (process {running.pid}) did not end")
         else:
             names = sorted(api.details().get("applications", {}))
@@ -186,6 +188,13 @@ def _immutable(path: str, old: object, new: object, file: str) -> Problem:
         hint="`tandem down` first, or keep the old value",
         file=file,
     )
+
+
+def _has_ended(services: Services, api: ServeApi, running: RunningCluster) -> bool:
+    """Whether a `tandem serve` has taken back what it started: the cluster, or what it put on another's."""
+    if services.running(api) is not None:
+        return False
+    return not (api.is_reachable() if running.gcs_address else api.details().get("applications"))
 
 
 def _wait_until(deadline: float, complaint: str) -> None:

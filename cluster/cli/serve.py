@@ -18,7 +18,7 @@ from cluster.cli.signals import interrupts
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.config_tree import EMBEDDED_MODEL
 from cluster.launch import LaunchError, LocalCluster
-from cluster.running import RunningCluster
+from cluster.running import RunningCluster, process_start
 from cluster.serve_api import ServeApi
 from cluster.validate import DEFAULT_FILE, Deployment, check_model, load_deployment
 
@@ -64,8 +64,7 @@ class _Server:
         self._deployment = deployment
         self._timeout_s = timeout_s
         self._cluster: LocalCluster | None = None  # set when we started it
-        self._api: ServeApi | None = None
-        self._is_deployed = False
+        self._api: ServeApi | None = None  # set when there may be something on it to take back
 
     def run(self, dashboard: str | None) -> None:
         """Start, wait for the end, stop. Returns after a stopping signal; raises when something fails."""
@@ -94,7 +93,6 @@ class _Server:
                 self._cluster = launcher.start(num_cpus=num_cpus, report=reporter(phases))
                 api = self._cluster.api
             self._api = api
-            self._is_deployed = True  # from here on there may be something to take back
             launcher.deploy(api, deployment.tree, report=reporter(phases))
             launcher.wait_ready(
                 api,
@@ -120,25 +118,39 @@ class _Server:
 
     def _stop(self) -> None:
         """Take back what was started, in reverse order. A second Ctrl-C stops at once."""
-        if self._cluster is None and not self._is_deployed:
+        if self._cluster is None and self._api is None:
             return
         self._services.note.remove(os.getpid())
-        self._terminal.say("\nstopping; requests in flight have 10 s, Ctrl-C again stops at once")
-        grace_s = _GRACE_S
-        while True:
-            try:
-                if self._cluster is not None:
-                    self._services.launcher.stop(self._cluster, grace_s=grace_s)
-                elif self._api is not None:
-                    self._api.remove_applications()
-                break
-            except KeyboardInterrupt:
-                if grace_s == 0.0 and self._cluster is None:
-                    break
-                grace_s = 0.0
+        try:
+            with Phases(self._terminal) as phases:
+                phases.start(
+                    f"stopping; requests in flight have {_GRACE_S:.0f} s, Ctrl-C again stops at once"
+                )
+                killed = self._take_back()
+                if killed:
+                    phases.start(f"these did not end by themselves and were killed: {'; '.join(killed)}")
+        finally:
+            self._take_back()  # when the terminal went away before it was done
         if self._terminal.as_json:
             self._terminal.emit(event="stopped")
         self._terminal.say("stopped")
+
+    def _take_back(self) -> list[str]:
+        """Stop the cluster, or empty one that we found; nothing at a second call. Gives what was killed."""
+        killed: list[str] = []
+        grace_s = _GRACE_S
+        while self._cluster is not None or self._api is not None:
+            try:
+                if self._cluster is not None:
+                    killed = self._services.launcher.stop(self._cluster, grace_s=grace_s)
+                elif self._api is not None:
+                    self._api.remove_applications()
+            except KeyboardInterrupt:
+                if grace_s > 0.0 or self._cluster is not None:
+                    grace_s = 0.0
+                    continue
+            self._cluster = self._api = None
+        return killed
 
     def _remember(self, api: ServeApi) -> None:
         try:
@@ -150,7 +162,7 @@ class _Server:
                     api_url=self._deployment.url,
                     application=self._deployment.application,
                     file=self._deployment.file,
-                    started_at=time.time(),
+                    process_start=process_start(os.getpid()) or 0,
                 )
             )
         except OSError as error:
@@ -210,7 +222,7 @@ def _first_answer(url: str) -> tuple[str, str]:
             }
             answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
             return str(model), str(answer["choices"][0]["message"]["content"]).strip()
-    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CommandFailed(f"{url} says it is ready but does not answer a chat request: {error}") from error
 
 

@@ -11,7 +11,6 @@ from typing import Protocol
 import typer
 
 from cluster import embedded, launch
-from cluster.cli.terminal import CommandFailed
 from cluster.directory_probe import read_entries
 from cluster.running import RunningCluster, RunningNote, default_note
 from cluster.serve_api import ServeApi, read_token
@@ -87,7 +86,7 @@ class Services:
 
     def open_api(self, dashboard: str | None) -> ServeApi:
         """Serve's API of the cluster asked for: the option, Ray's own variable, a running `tandem serve`,
-        or the default address. Raises CommandFailed when nothing answers there."""
+        or the default address. Raises ServeApiError when nothing answers there."""
         running = self.note.read()
         url = dashboard or os.environ.get("RAY_DASHBOARD_ADDRESS")
         url = url or (running.dashboard_url if running is not None else DEFAULT_DASHBOARD)
@@ -104,6 +103,5 @@ class Services:
 def services_of(context: typer.Context) -> Services:
     """The services a command was started with."""
     found = context.find_object(Services)
-    if found is None:
-        raise CommandFailed("the command line was started without services")
+    assert found is not None, "the command line was started without services"
     return found

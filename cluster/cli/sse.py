@@ -23,7 +23,6 @@ class AnswerStats:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
-    group: str | None = None  # the worker group that served it, when the router says so
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -39,7 +38,10 @@ class ChatClient:
     def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(120.0, connect=5.0)
-        self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+        try:
+            self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise CommandFailed(f"{url!r} is not a URL: {error}") from error
         self._clock = clock
 
     def close(self) -> None:
@@ -56,7 +58,13 @@ class ChatClient:
             ) from error
         if response.status_code != 200:
             raise CommandFailed(f"{self.url}/v1/models: {_error_text(response)}")
-        return [str(model["id"]) for model in response.json()["data"]]
+        try:
+            names = [str(model["id"]) for model in response.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandFailed(f"what answers at {self.url} is not an OpenAI-compatible API") from error
+        if not names:
+            raise CommandFailed(f"{self.url} serves no model")
+        return names
 
     def stream(
         self,
@@ -80,7 +88,6 @@ class ChatClient:
                 if response.status_code != 200:
                     response.read()
                     raise CommandFailed(_error_text(response))
-                stats.group = response.headers.get("x-tandem-group")
                 for event in _events(_lines(response.iter_bytes())):
                     text = _take(event, stats)
                     if text:
@@ -99,9 +106,9 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
     for chunk in chunks:
         *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
-            yield line.decode()
+            yield line.decode(errors="replace")
     if rest:
-        yield rest.decode()
+        yield rest.decode(errors="replace")
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -116,8 +123,10 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             event = json.loads(data)
         except ValueError as error:
             raise CommandFailed(f"the server sent what is not JSON: {data[:200]!r}") from error
-        if event.get("error"):
-            raise CommandFailed(str(event["error"].get("message", event["error"])))
+        if not isinstance(event, dict):
+            raise CommandFailed(f"the server sent what is not a chunk: {data[:200]!r}")
+        if fault := event.get("error"):
+            raise CommandFailed(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
         yield event
     raise CommandFailed("the answer ended before it was complete; the server went away")
 

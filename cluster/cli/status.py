@@ -16,7 +16,7 @@ from cluster.cli.services import services_of
 from cluster.cli.terminal import Terminal
 from cluster.group_table import ApplicationStatus, GroupLoad, GroupRow, application_statuses, parse_loads
 
-_PIPE_WIDTH = 200
+_COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
 _STATE_STYLES = {"ready": "green", "failed": "red", "draining": "yellow"}
 
 
@@ -80,26 +80,10 @@ def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> N
         )
         if application.message and application.ready < application.desired:
             terminal.say(f"  {application.message}")
-        table = Table(box=None, pad_edge=False)
-        for column in (
-            "group",
-            "role",
-            "state",
-            "node",
-            "ranks",
-            "running",
-            "waiting",
-            "KV",
-            "restarts",
-            "age",
-            "why",
-        ):
-            table.add_column(column)
+        table = Table(*_COLUMNS, box=None, pad_edge=False)
         for row in application.rows:
             table.add_row(*_cells(row))
-        # Through a pipe rich would cut cells to a terminal's 80 columns.
-        width = None if terminal.out.is_terminal else _PIPE_WIDTH
-        terminal.out.print(table, width=width)
+        terminal.out.print(table)
 
 
 def _cells(row: GroupRow) -> list[str]:

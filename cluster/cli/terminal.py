@@ -30,6 +30,7 @@ EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
+_PIPE_WIDTH = 1000
 _HEARTBEAT_S = 1.8
 _PATIENT_AFTER_S = 60.0  # then a line through a pipe every
 _PATIENT_HEARTBEAT_S = 10.0
@@ -45,9 +46,9 @@ class Terminal:
     def __init__(self, *, as_json: bool = False, news_to_stderr: bool = False) -> None:
         self.as_json = as_json
         self._news_to_stderr = news_to_stderr
-        self.out = Console(highlight=False, soft_wrap=True)
+        self.out = _console()
         # Where news of a command goes whose standard output is a result.
-        self.news = Console(highlight=False, soft_wrap=True, stderr=news_to_stderr)
+        self.news = _console(stderr=news_to_stderr)
 
     def emit(self, **values: Any) -> None:
         """One JSON line on standard output; flushed, so that a reader sees it at once."""
@@ -67,7 +68,7 @@ class Terminal:
         if self.as_json:
             self.emit(event="error", message=text, exit_code=code, **details)
         else:
-            errors = Console(stderr=True, highlight=False, soft_wrap=True)
+            errors = _console(stderr=True)
             errors.print(Text("error: ", style="bold red") + Text(text))
         return typer.Exit(code)
 
@@ -82,12 +83,22 @@ class Terminal:
                 raise self.fail(
                     "the configuration has mistakes", code=EXIT_BAD_CONFIG, problems=lines
                 ) from error
-            errors = Console(stderr=True, highlight=False, soft_wrap=True)
+            errors = _console(stderr=True)
             for problem in error.problems:
                 errors.print(Text(problem.render()))
             raise typer.Exit(EXIT_BAD_CONFIG) from error
         except (LaunchError, ServeApiError, EmbeddedModelError, ProbeError, CommandFailed) as error:
             raise self.fail(str(error), code=EXIT_FAILURE) from error
+        except KeyboardInterrupt:
+            raise self.fail("interrupted", code=EXIT_INTERRUPTED) from None
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """Lines are never wrapped, and tables not cut to 80 columns, where no terminal sets a width."""
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
 
 
 @dataclass(slots=True)
@@ -107,7 +118,7 @@ class Phases:
         self._last_line = self._began
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="phases", daemon=True)
+        self._heart = threading.Thread(target=self._run, name="phases", daemon=True)
         self._status: Status | None = None
 
     @property
@@ -144,6 +155,13 @@ class Phases:
                 return "", 0.0
             return self._current.text, self._clock() - self._current.started
 
+    def beat(self) -> None:
+        """Repeat the phase under way when nothing has been said for a while."""
+        text, phase_s = self.current()
+        pause = _HEARTBEAT_S if phase_s < _PATIENT_AFTER_S else _PATIENT_HEARTBEAT_S
+        if text and self._clock() - self._last_line >= pause:
+            self._line(f"... {text} ({phase_s:.0f} s)")
+
     def _line(self, text: str) -> None:
         self._last_line = self._clock()
         if self._terminal.as_json:
@@ -151,12 +169,9 @@ class Phases:
         else:
             self._terminal.news.print(Text(f"{self.elapsed_s:6.1f} s  ", style="dim") + Text(text))
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         while not self._ended.wait(0.1):
-            text, phase_s = self.current()
-            pause = _HEARTBEAT_S if phase_s < _PATIENT_AFTER_S else _PATIENT_HEARTBEAT_S
-            if text and self._clock() - self._last_line >= pause:
-                self._line(f"... {text} ({phase_s:.0f} s)")
+            self.beat()
 
 
 class _Elapsed:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-import typer
-
 from cluster.cli.options import JsonOption
 from cluster.cli.terminal import Terminal
 
 _PARTS = ("torch", "ray", "transformers", "safetensors", "fastapi", "msgspec")
 
 
-def version(context: typer.Context, as_json: JsonOption = False) -> None:
+def version(as_json: JsonOption = False) -> None:
     """Print the versions of Tandem and of what it runs on."""
     terminal = Terminal(as_json=as_json)
     versions = {"tandem": _installed("tandem"), "python": platform.python_version()}
