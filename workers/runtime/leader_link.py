@@ -1,6 +1,6 @@
 """Rank 0's control connections to its followers, and the watchdog over them.
 
-Life of a group: `accept` (all followers connected and authenticated; the watchdog runs from here on) ->
+Life of a group: `accept` (followers connect and prove themselves; the watchdog runs once all are there) ->
 `agree` (facts compared or reduced, as often as needed) -> `send_step` for every step -> `close`.
 
 The watchdog is a thread of its own, because the engine's thread may sit inside a collective that cannot be
@@ -88,12 +88,18 @@ class LeaderLink:
         """Waits until all followers are there. Raises GroupFailed naming those that are not."""
         deadline = time.monotonic() + timeout_s
         while len(self._followers) < self._world_size - 1:
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                missing = sorted(set(range(1, self._world_size)) - set(self._followers))
+                raise GroupFailed(f"ranks {missing} did not connect within {timeout_s:g} s")
+            # Those that are here already must not take the wait for the others for silence.
+            if (problem := self._send_heartbeats()) is not None:
+                raise GroupFailed(problem)
+            self._listener.settimeout(min(left_s, heartbeat_interval_s(self._timeout_s)))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                missing = sorted(set(range(1, self._world_size)) - set(self._followers))
-                raise GroupFailed(f"ranks {missing} did not connect within {timeout_s:g} s") from None
+                continue
             arrived = welcome(connection, self._token)
             if arrived is None:
                 _LOG.warning("a connection to the control port did not prove that it is one of our ranks")
@@ -153,18 +159,20 @@ class LeaderLink:
 
     def close(self) -> None:
         """Tells followers to end, waits until they have, for at most the timeout. May be called twice."""
-        if not self._closing.is_set():
+        with self._failing:
+            if self._closing.is_set():
+                return
             self._closing.set()
             self._wake_writer.send(b"x")
-            if self._watchdog.is_alive() and self._watchdog is not current_thread():
-                self._watchdog.join(self._timeout_s)
-            if self._failure is None:
-                self._tell_all(FrameKind.STOP, b"")
-                self._await_ends()
-            for follower in self._followers.values():
-                follower.frames.close()
-            for end in (self._listener, self._wake_reader, self._wake_writer):
-                end.close()
+        if self._watchdog.is_alive() and self._watchdog is not current_thread():
+            self._watchdog.join(self._timeout_s)
+        if self._failure is None:
+            self._tell_all(FrameKind.STOP, b"")
+            self._await_ends()
+        for follower in self._followers.values():
+            follower.frames.close()
+        for end in (self._listener, self._wake_reader, self._wake_writer):
+            end.close()
 
     def _await_ends(self) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -202,12 +210,13 @@ class LeaderLink:
                 continue
 
     def _fail(self, reason: str) -> None:
+        """From any thread. The watchdog calls `on_failure`: the engine's thread has requests to answer."""
         with self._failing:
             if self._failure is not None or self._closing.is_set():
                 return
             self._failure = reason
-        self._failed.set()
-        self._on_failure(reason)
+            self._failed.set()
+            self._wake_writer.send(b"x")
 
     def _watch(self) -> None:
         interval_s = heartbeat_interval_s(self._timeout_s)
@@ -225,6 +234,8 @@ class LeaderLink:
                     problem = self._send_heartbeats()
                 if problem is not None:
                     self._fail(problem)
+        if self._failure is not None:
+            self._on_failure(self._failure)
 
     def _hear(self, ready: list[_Follower], now: float) -> str | None:
         for follower in ready:
