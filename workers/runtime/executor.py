@@ -1,13 +1,16 @@
 """The two executors: one rank alone, and rank 0 of several.
 
 A step on several ranks: rank 0 flattens the plan, sends it to all followers in one message, and computes it
-like every other rank; logits come together on rank 0, which samples. A step that raises on rank 0 after it
-was sent leaves the ranks out of step, so it ends the group.
+like every other rank; logits come together on rank 0, which samples. A forward pass that raises on rank 0
+leaves the ranks out of step, so it ends the group. What raises while results are made from the logits, on
+rank 0 alone, leaves them in step: it goes to the engine, which finds the request that is to blame.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import torch
 
 from workers.engine.step import StepPlan, StepResult
 from workers.runtime.leader_link import LeaderLink
@@ -39,7 +42,7 @@ class LocalExecutor:
         return self._kv_bytes_per_block
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return _compute(self._runner, plan, arrays_of(plan, self._runner.block_size))
+        return _compute(self._runner.run, plan, arrays_of(plan, self._runner.block_size))
 
     def close(self) -> None:
         """Nothing to end: the process holds all there is."""
@@ -77,19 +80,32 @@ class GroupExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         arrays = arrays_of(plan, self._runner.block_size)
         self._link.send_step(encode(arrays))
-        try:
-            return _compute(self._runner, plan, arrays)
-        except Exception as error:
-            raise self._link.explain(error, _EXPLAIN_WAIT_S) from error
+        return _compute(self._run, plan, arrays)
 
     def close(self) -> None:
         self._on_close()
 
+    def _run(self, part: StepArrays) -> torch.Tensor | None:
+        try:
+            return self._runner.run(part)
+        except Exception as error:
+            raise self._link.explain(error, _EXPLAIN_WAIT_S) from error
 
-def _compute(runner: ModelRunner, plan: StepPlan, arrays: StepArrays) -> StepResult:
+
+def _compute(
+    run: Callable[[StepArrays], torch.Tensor | None], plan: StepPlan, arrays: StepArrays
+) -> StepResult:
+    """Runs all passes, also after a fault in the results of one: the other ranks run them too."""
     builder = ResultBuilder(plan)
+    fault: Exception | None = None
     for part in arrays.passes():
-        logits = runner.run(part)
+        logits = run(part)
         assert logits is not None, "rank 0 gets the logits"
-        builder.take(logits)
+        if fault is None:
+            try:
+                builder.take(logits)
+            except Exception as error:
+                fault = error
+    if fault is not None:
+        raise fault
     return builder.results()

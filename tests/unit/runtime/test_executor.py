@@ -1,0 +1,75 @@
+"""Rank 0 of several when something raises: what ends the group, and what only a request."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+
+from tests.unit.runtime.factories import piece, task
+from workers.engine.step import GroupFailed, StepPlan
+from workers.runtime.executor import GroupExecutor
+from workers.runtime.leader_link import LeaderLink
+from workers.runtime.runner import ModelRunner
+from workers.runtime.step_codec import StepArrays
+
+VOCAB_SIZE = 8
+
+
+class FakeRunner:
+    """Counts passes; the best token is always 5."""
+
+    block_size = 4
+    num_blocks = 1000
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.num_passes = 0
+        self._fault = fault
+
+    def run(self, arrays: StepArrays) -> torch.Tensor:
+        self.num_passes += 1
+        if self._fault is not None:
+            raise self._fault
+        logits = torch.zeros(len(arrays.logit_rows), VOCAB_SIZE)
+        logits[:, 5] = 1.0
+        return logits
+
+
+class FakeLink:
+    """Followers that agree with everything."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def send_step(self, body: bytes) -> None:
+        self.num_steps += 1
+
+    def explain(self, error: Exception, wait_s: float) -> GroupFailed:
+        return GroupFailed(f"explained: {error}")
+
+
+def executor(runner: FakeRunner, link: FakeLink) -> GroupExecutor:
+    return GroupExecutor(
+        cast(ModelRunner, runner), cast(LeaderLink, link), kv_bytes_per_block=1, on_close=lambda: None
+    )
+
+
+def test_a_fault_of_the_forward_pass_ends_the_group() -> None:
+    with pytest.raises(GroupFailed, match="explained: no memory"):
+        executor(FakeRunner(RuntimeError("no memory")), FakeLink()).execute(
+            StepPlan(number=1, slices=(piece([1], blocks=[0], sample=task()),))
+        )
+
+
+def test_a_request_that_cannot_be_sampled_leaves_the_ranks_in_step() -> None:
+    runner, link = FakeRunner(), FakeLink()
+    group = executor(runner, link)
+    num_tokens = 1200  # more rows of logits than one pass makes: the followers run three
+    poison = piece([1] * num_tokens, blocks=range(300), targets=[VOCAB_SIZE] * num_tokens)
+    with pytest.raises((IndexError, RuntimeError)):
+        group.execute(StepPlan(number=1, slices=(poison,)))
+    assert (link.num_steps, runner.num_passes) == (1, 3)
+    good = piece([1], blocks=[0], sample=task())
+    (result,) = group.execute(StepPlan(number=2, slices=(good,))).slices
+    assert result.sampled is not None and result.sampled.token_id == 5
