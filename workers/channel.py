@@ -67,11 +67,6 @@ class Channel(asyncio.Protocol):
         """Whether anything can still be sent."""
         return self._transport is not None and self._reason is None
 
-    @property
-    def outgoing_bytes(self) -> int:
-        """Written, not yet taken by the peer."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
-
     def trust(self) -> None:
         """The peer knows the secret: frames may now be large."""
         self._reader.max_frame_bytes = MAX_FRAME_BYTES
@@ -176,15 +171,13 @@ class _Handshake:
             raise WireError(f"{type(message).__name__} in the middle of the greeting")
 
     def abandon(self) -> None:
-        """The caller is gone: nobody hears of this connection any more."""
+        """The caller is gone: no welcome is taken any more."""
         self._abandoned = True
 
     def closed(self, channel: Channel, reason: str) -> None:
-        if self._abandoned:
-            return
         if self._done:
             self._on_closed(channel, reason)
-        elif not self._welcomed.done():
+        elif not (self._abandoned or self._welcomed.done()):
             self._welcomed.set_exception(HandshakeFailed(reason))
 
     def _answer(self, channel: Channel, challenge: Challenge) -> None:
@@ -221,7 +214,8 @@ async def connect(
     timeout_s: float = 5.0,
 ) -> tuple[Channel, GroupInfo]:
     """Connects and greets. `on_message` gets the verified Welcome first and then everything after it, also
-    before this returns. Raises HandshakeFailed; then `on_closed` is not called."""
+    before this returns. Raises HandshakeFailed. `on_closed` is called when the Welcome has been passed on,
+    also if this is cancelled after that, and never without it."""
     loop = asyncio.get_running_loop()
     welcomed: asyncio.Future[GroupInfo] = loop.create_future()
     handshake = _Handshake(identity, welcomed, on_message, on_closed)

@@ -15,7 +15,7 @@ from workers.wire import Accepted, Message, Ping, Pong, Refused, Stats, Submit, 
 
 class SubmitRefused(Exception):
     """The group did not take the request. `code`: client_not_connected, duplicate_request, aborted,
-    group_failed, not_connected, submit_timeout, invalid_request."""
+    invalid_value, group_failed, group_draining, not_connected, submit_timeout, invalid_request."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -63,13 +63,6 @@ class SubmitClient:
     def stats(self) -> GroupStats:
         """Load of the group, at most a heartbeat old while the group lives."""
         return self._stats
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since rank 0 was last heard; a living one is heard every heartbeat."""
-        if self._channel is None:
-            return 0.0
-        return asyncio.get_running_loop().time() - self._channel.heard_s
 
     async def submit(self, client_id: str, request: GenerateRequest, timeout_s: float = 3.0) -> None:
         """Hands the request to the engine; returns when the engine has it. Raises SubmitRefused.
