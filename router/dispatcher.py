@@ -65,11 +65,11 @@ class _Attempt:
 
     wire_id: RequestId
     stream: RequestStream
-    links: Mapping[GroupId, GroupLink]  # as they were when it was sent
+    # As they were when it was sent: a group forgets what it has taken when this router connects to it again.
+    links: Mapping[GroupId, GroupLink]
     target: GroupLink  # the first choice, charged with it
     taken: asyncio.Future[None]
     owner: GroupLink | None = None
-    has_token: bool = False
 
 
 class SocketDispatcher:
@@ -149,9 +149,9 @@ class SocketDispatcher:
             if attempt is None or attempt.owner not in (None, link):
                 link.abort(chunk.request_id)
                 continue
-            if not attempt.has_token:
-                attempt.has_token = True
+            if attempt.owner is None:
                 self._take(attempt, link)
+            if chunk.token_ids:  # a refusal says nothing of how fast the group computes
                 link.load.on_token(attempt.wire_id, self._clock())
             attempt.stream.push(chunk)
             if attempt.stream.was_cut:
@@ -181,9 +181,9 @@ class SocketDispatcher:
             decision = self._placement.choose(request, chains, links, number)
             best = links[decision.ranked[0].group_id]
             wire_id = request.request_id if number == 1 else RequestId(f"{request.request_id}~{number}")
-            attempt = self._open(request, wire_id, links, best)
+            attempt = self._open(request, wire_id, best)
             try:
-                self._placement.charge(wire_id, request, chains, best)
+                self._placement.charge(decision, wire_id, chains, best)
                 await self._offer(attempt, request, [choice.group_id for choice in decision.ranked])
             except Exception as error:  # whatever the transport raises: this group does not have it
                 self._finish(attempt)
@@ -201,17 +201,12 @@ class SocketDispatcher:
             f"no worker group can take the request now{tries}", code="no_healthy_group", retry_after_s=2.0
         )
 
-    def _open(
-        self,
-        request: GenerateRequest,
-        wire_id: RequestId,
-        links: Mapping[GroupId, GroupLink],
-        target: GroupLink,
-    ) -> _Attempt:
+    def _open(self, request: GenerateRequest, wire_id: RequestId, target: GroupLink) -> _Attempt:
         """From now on tokens of this wire id are welcome: they may come before `send` returns."""
         assert wire_id not in self._attempts, f"request id {wire_id} is in use"
         stream = RequestStream(request)
         taken = asyncio.get_running_loop().create_future()
+        links = self._table.links()
         attempt = _Attempt(wire_id=wire_id, stream=stream, links=links, target=target, taken=taken)
         self._attempts[wire_id] = attempt
         return attempt
@@ -239,9 +234,9 @@ class SocketDispatcher:
         """Runs to its end even when nobody waits any more: who has taken the request must be told to stop."""
         async with asyncio.timeout(self._limits.late_send_s):
             group_id = await self._send(order, self.client_id, request)
-        link = attempt.links.get(group_id) or self._table.link(group_id)
+        link = attempt.links.get(group_id)
         if link is None:
-            raise SendFailed(f"taken by {group_id}, to which this router has no connection")
+            raise SendFailed(f"taken by {group_id}, to which this router had no connection")
         if attempt.wire_id not in self._attempts or attempt.owner not in (None, link):
             link.abort(attempt.wire_id)
             return
@@ -281,7 +276,7 @@ class SocketDispatcher:
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             priority=_CANARY_PRIORITY,
         )
-        attempt = self._open(request, request.request_id, {group_id: link}, link)
+        attempt = self._open(request, request.request_id, link)
         try:
             await self._offer(attempt, request, [group_id])
             if attempt.owner is not link:

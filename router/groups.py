@@ -87,6 +87,8 @@ class _Follower:
                 _log.info("group %s: %s", self.address.group_id, error)
                 await self._pause()
                 continue
+            if self._moved.is_set():  # while it was being opened
+                self.link.close("the group has moved")
             proof = asyncio.get_running_loop().create_task(self._prove(self.link))
             try:
                 reason = await asyncio.shield(self.link.closed)
@@ -176,10 +178,13 @@ class GroupTable:
             and follower.is_eligible
         ]
 
-    def link(self, group_id: GroupId) -> GroupLink | None:
-        """The link to a group, ready or not."""
-        follower = self._followers.get(group_id)
-        return follower.link if follower is not None else None
+    def links(self) -> dict[GroupId, GroupLink]:
+        """The links there are now, ready or not."""
+        return {
+            group_id: follower.link
+            for group_id, follower in self._followers.items()
+            if follower.link is not None
+        }
 
     def states(self) -> list[GroupState]:
         """All groups, in order of their ids; one without a connection shows what the directory says."""

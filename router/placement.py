@@ -68,16 +68,13 @@ class Placement:
             self._decisions.popitem(last=False)
         return decision
 
-    def charge(
-        self, wire_id: RequestId, request: GenerateRequest, chains: BlockChains, link: GroupLink
-    ) -> None:
+    def charge(self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: GroupLink) -> None:
         """Counts the request to the group until its own stats do, and its blocks as being made there."""
-        info, now_s = link.info, self._clock()
-        chain = chains.get(info.block_size, ())
-        matched = self._index.match(chain).get(info.group_id, 0)
-        uncached = split_prompt(_view(request, chains, 0), info.block_size, matched).uncached
-        link.load.on_sent(wire_id, uncached, now_s)
-        self._index.expect(info.group_id, chain)
+        info = link.info
+        matched = decision.matches.get(info.group_id, 0)
+        uncached = split_prompt(decision.num_prompt_tokens, info.block_size, matched).uncached
+        link.load.on_sent(wire_id, uncached, self._clock())
+        self._index.expect(info.group_id, chains.get(info.block_size, ()))
 
     def explain(self, request_id: RequestId) -> Decision | None:
         """The decision of one of the last requests."""

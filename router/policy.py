@@ -112,7 +112,7 @@ def rank(
     ranked = []
     for load in loads:
         matched = matches.get(load.group_id, 0) if use_cache else 0
-        split = split_prompt(request, load.block_size, matched)
+        split = split_prompt(request.num_prompt_tokens, load.block_size, matched)
         terms = _terms(request, load, split, usual, config)
         choice = Choice(load.group_id, sum(terms.values()), terms)
         spread = blake2b(request.spread_key + load.group_id.encode(), digest_size=8).digest()
@@ -128,11 +128,11 @@ class TokenSplit(NamedTuple):
     uncached: int
 
 
-def split_prompt(request: RequestView, block_size: int, matched_blocks: int) -> TokenSplit:
+def split_prompt(num_prompt_tokens: int, block_size: int, matched_blocks: int) -> TokenSplit:
     """What of the prompt is cached; at least its last token is always computed."""
-    usable = max(request.num_prompt_tokens - 1, 0) // block_size * block_size
+    usable = max(num_prompt_tokens - 1, 0) // block_size * block_size
     cached = min(matched_blocks * block_size, usable)
-    return TokenSplit(cached, request.num_prompt_tokens - cached)
+    return TokenSplit(cached, num_prompt_tokens - cached)
 
 
 class _Usual(NamedTuple):

@@ -234,9 +234,10 @@ class SimRouter:
     def generate(self, request: GenerateRequest, answer: Sequence[int], on_end: Callable[[], None]) -> None:
         chains = {BLOCK_SIZE: block_hashes(request.prompt_token_ids, BLOCK_SIZE)}
         links = cast("dict[GroupId, GroupLink]", self._groups)
-        best = self._placement.choose(request, chains, links, 1).ranked[0].group_id
+        decision = self._placement.choose(request, chains, links, 1)
+        best = decision.ranked[0].group_id
         group = self._groups[best]
-        self._placement.charge(request.request_id, request, chains, cast("GroupLink", group))
+        self._placement.charge(decision, request.request_id, chains, cast("GroupLink", group))
         group.load.on_accepted(request.request_id)
         self.placed.append(best)
 

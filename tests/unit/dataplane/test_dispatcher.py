@@ -13,8 +13,9 @@ from router.dispatch import Unavailable
 from router.dispatcher import SocketDispatcher
 from router.policy import PlacementPolicy, PolicyConfig
 from tests.unit.dataplane.fakes import BLOCK_SIZE, FAST, Cluster, expected_tokens, request, run, until
+from workers.engine.loop import StepOutput
 from workers.hashing import block_hashes
-from workers.types import FinishReason, GenerateRequest, GroupId, RequestId, TokenChunk
+from workers.types import FinishReason, GenerateRequest, GroupId, GroupStats, RequestId, TokenChunk
 
 A, B = GroupId("a"), GroupId("b")
 LONG = tuple(range(100, 140))  # ten blocks
@@ -356,6 +357,54 @@ def test_a_group_that_was_not_in_the_ranking_may_take_the_request() -> None:
         decision = router.explain(RequestId("r"))
         assert decision is not None and decision.taken_by == B
         assert [choice.group_id for choice in decision.ranked] == [A]
+
+    with_cluster(test)
+
+
+def test_a_connection_made_again_while_a_request_is_handed_over_ends_it_with_an_error() -> None:
+    async def test(groups: Cluster) -> None:
+        await groups.add_group("a")
+        b = await groups.add_group("b")
+        b.engine.is_paused = False
+        is_taken, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow_answer(order: Sequence[GroupId], client_id: str, wanted: GenerateRequest) -> GroupId:
+            if wanted.request_id != "r":
+                return await groups.send(order, client_id, wanted)
+            b.engine.is_paused = True
+            name = await groups.send([B], client_id, wanted)
+            is_taken.set()
+            await go_on.wait()
+            return name
+
+        router = await groups.add_router(send=slow_answer, limits=replace(FAST, send_timeout_s=5.0))
+        groups.listed[1] = replace(b.address, is_draining=True)  # takes it without being in the ranking
+        await until(lambda: sum(state.ready for state in router.groups()) == 1)
+        task = asyncio.create_task(collect(router, request("r", max_tokens=5)))
+        await is_taken.wait()
+        link = router._table.links()[B]
+        link.close("the network is gone")
+        await until(lambda: router._table.links().get(B, link) is not link)
+        await until(lambda: "r" in b.engine.aborted)  # the group has ended it with the connection
+        go_on.set()
+        assert [chunk.error_code for chunk in await task] == ["group_failed"]
+
+    with_cluster(test)
+
+
+def test_a_refusal_teaches_nothing_of_the_speed_of_a_group() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        router = await groups.add_router()
+        a.engine.is_paused = True
+        task = asyncio.create_task(collect(router, request("r", range(1000))))
+        await until(lambda: "r" in a.engine.running)
+        refusal = TokenChunk(
+            request_id=RequestId("r"), choice=0, finish_reason=FinishReason.ERROR, error_code="queue_full"
+        )
+        a.server.on_output(StepOutput(chunks=(refusal,), events=(), stats=GroupStats()))
+        assert await task == [refusal]
+        assert router._table.links()[A].load.view(0.0, 0.0).prefill_tokens_per_s is None
 
     with_cluster(test)
 

@@ -75,9 +75,9 @@ def test_slow_groups_count_their_own_rates() -> None:
 
 
 def test_at_least_the_last_token_is_computed() -> None:
-    assert split_prompt(RequestView(num_prompt_tokens=32, max_output_tokens=1), 16, 2) == (16, 16)
-    assert split_prompt(RequestView(num_prompt_tokens=33, max_output_tokens=1), 16, 2) == (32, 1)
-    assert split_prompt(RequestView(num_prompt_tokens=1, max_output_tokens=1), 16, 0) == (0, 1)
+    assert split_prompt(32, 16, 2) == (16, 16)
+    assert split_prompt(33, 16, 2) == (32, 1)
+    assert split_prompt(1, 16, 0) == (0, 1)
 
 
 def test_a_full_pool_costs_the_time_until_blocks_come_free() -> None:
