@@ -13,7 +13,7 @@ from workers.types import FinishReason, GenerateRequest, TokenChunk
 
 MAX_BUFFERED_VALUES = 262_144  # tokens and log-probabilities that a reader may leave untaken
 
-_MERGE_ABOVE = 64  # chunks; a reader this far behind gets them merged
+_MERGE_AFTER = 64  # chunks that a reader is behind before they are merged into one per choice
 
 
 class RequestStream:
@@ -23,6 +23,7 @@ class RequestStream:
         self.was_cut = False  # ended here, not by the group: it must be told to stop
         self._shown_id = request.request_id  # in the chunks that the reader gets, whatever the wire id
         self._room = dict.fromkeys(range(request.num_choices), max(request.sampling.max_tokens, 0))
+        self._merge_above = _MERGE_AFTER + request.num_choices
         self._pending: list[TokenChunk] = []
         self._num_values = 0
         self._wakeup: asyncio.Future[None] | None = None
@@ -91,7 +92,7 @@ class RequestStream:
             chunk = replace(chunk, request_id=self._shown_id)
         self._pending.append(chunk)
         self._num_values += _num_values(chunk)
-        if len(self._pending) > _MERGE_ABOVE:
+        if len(self._pending) > self._merge_above:
             self._pending = merge(self._pending)
         if self._wakeup is not None and not self._wakeup.done():
             self._wakeup.set_result(None)
