@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
-from workers.engine.request import EngineLimits
 from workers.runtime.rank import Leader
 from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
 
@@ -46,11 +45,7 @@ class Tandem:
         self._leader = Leader(config)
         facts = self._leader.load()
         self._engine = Engine(
-            limits=EngineLimits(
-                vocab_size=facts.vocab_size,
-                max_model_len=facts.max_model_len,
-                eos_token_ids=facts.eos_token_ids,
-            ),
+            limits=facts.limits,
             cache=config.cache,
             schedule=config.schedule,
             executor=self._leader.executor,

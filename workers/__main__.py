@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
-from workers.engine.request import EngineLimits
 from workers.engine.step import GroupFailed
 from workers.model.errors import CheckpointError
 from workers.runtime.launch import LocalGroup
@@ -84,11 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 def _engine(config: GroupConfig, group: LocalGroup, *, prefix_reuse: bool = True) -> Engine:
     facts = group.facts
     return Engine(
-        limits=EngineLimits(
-            vocab_size=facts.vocab_size,
-            max_model_len=facts.max_model_len,
-            eos_token_ids=facts.eos_token_ids,
-        ),
+        limits=facts.limits,
         cache=CacheConfig(block_size=facts.block_size, prefix_reuse=prefix_reuse),
         schedule=config.schedule,
         executor=group.executor,
@@ -103,7 +98,7 @@ def _generate(config: GroupConfig, options: argparse.Namespace) -> None:
             messages = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=not options.chat)["input_ids"]
-        room = max(0, group.facts.max_model_len - len(prompt))
+        room = max(0, group.facts.limits.max_model_len - len(prompt))
         sampling = SamplingParams(
             max_tokens=min(256, room) if options.max_tokens is None else options.max_tokens,
             temperature=options.temperature,
@@ -192,7 +187,7 @@ def _bench(config: GroupConfig, options: argparse.Namespace) -> None:
 
 def _measure(config: GroupConfig, group: LocalGroup, batch: int, options: argparse.Namespace) -> BenchRow:
     engine = _engine(config, group, prefix_reuse=False)
-    vocab_size, prompt_len = group.facts.vocab_size, options.prompt_len
+    vocab_size, prompt_len = group.facts.limits.vocab_size, options.prompt_len
     sampling = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True)
     for number in range(batch):
         ids = tuple((number * 7919 + place * 31) % vocab_size for place in range(prompt_len))

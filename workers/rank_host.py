@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import replace
 
 from workers.config import GroupConfig
 from workers.engine.engine import Engine
 from workers.engine.loop import EngineLoop, StepOutput
-from workers.engine.request import EngineLimits
 from workers.group_start import GroupStart
 from workers.runtime.handshake import Rendezvous
 from workers.runtime.rank import Follower, Leader, RankFacts, exit_process
@@ -48,12 +46,9 @@ class LeaderHost:
         """Load the weights, make the pool, compute a first step. Raises what `Leader.load` raises."""
         facts = self._leader.load()
         config = self._start.config
-        limits = EngineLimits(
-            vocab_size=facts.vocab_size, max_model_len=facts.max_model_len, eos_token_ids=facts.eos_token_ids
-        )
         engine = Engine(
-            limits=limits,
-            cache=replace(config.cache, num_blocks=facts.num_blocks),
+            limits=facts.limits,
+            cache=config.cache,
             schedule=config.schedule,
             executor=self._leader.executor,
         )
@@ -105,8 +100,8 @@ class LeaderHost:
             model_hash=facts.model_hash,
             dtype=facts.dtype,
             tensor_parallel=facts.tensor_parallel,
-            vocab_size=facts.vocab_size,
-            max_model_len=facts.max_model_len,
+            vocab_size=facts.limits.vocab_size,
+            max_model_len=facts.limits.max_model_len,
             block_size=facts.block_size,
             num_blocks=facts.num_blocks,
             kv_bytes_per_block=facts.kv_bytes_per_block,

@@ -27,7 +27,6 @@ from tests.unit.router.fakes import Stack
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
 from workers.engine.loop import EngineLoop, StepOutput
-from workers.engine.request import EngineLimits
 from workers.runtime.launch import LocalGroup
 from workers.types import GenerateRequest, GroupId, GroupInfo, GroupStats, RequestId, Role, TokenChunk
 
@@ -180,11 +179,7 @@ def serving(
     with LocalGroup(config, on_failure=lambda reason: None) as group:
         facts = group.facts
         engine = Engine(
-            limits=EngineLimits(
-                vocab_size=facts.vocab_size,
-                max_model_len=facts.max_model_len,
-                eos_token_ids=facts.eos_token_ids,
-            ),
+            limits=facts.limits,
             cache=replace(config.cache, block_size=facts.block_size),
             schedule=config.schedule,
             executor=group.executor,
@@ -197,8 +192,8 @@ def serving(
             model_hash=facts.model_hash,
             dtype=facts.dtype,
             tensor_parallel=tensor_parallel,
-            vocab_size=facts.vocab_size,
-            max_model_len=facts.max_model_len,
+            vocab_size=facts.limits.vocab_size,
+            max_model_len=facts.limits.max_model_len,
             block_size=facts.block_size,
             num_blocks=facts.num_blocks,
             kv_bytes_per_block=facts.kv_bytes_per_block,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
-from workers.engine.request import EngineLimits
 from workers.engine.step import Executor, StepPlan, StepResult
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank import RankFacts
@@ -77,11 +76,7 @@ class Client:
         **schedule: int | None,
     ) -> None:
         self.engine = Engine(
-            limits=EngineLimits(
-                vocab_size=facts.vocab_size,
-                max_model_len=facts.max_model_len,
-                eos_token_ids=facts.eos_token_ids,
-            ),
+            limits=facts.limits,
             cache=CacheConfig(block_size=facts.block_size, prefix_reuse=prefix_reuse),
             schedule=replace(ScheduleConfig(max_step_tokens=UNLIMITED), **schedule),
             executor=executor if num_blocks is None else FewerBlocks(executor, num_blocks),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.models import checkpoints
+from tests.models.engine_groups import GREEDY, Client, start_group
 from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
 
@@ -62,6 +64,20 @@ def test_a_short_text_after_a_long_one_is_not_stretched(tmp_path: Path) -> None:
     sequences = [model.start(long), model.start(short)]
     model.read(sequences, None)
     torch.testing.assert_close(torch.stack(sequences[1].logits), first, atol=1e-5, rtol=0)
+
+
+def test_dynamic_blocks_of_a_short_prompt_are_not_given_to_a_longer_one(tmp_path: Path) -> None:
+    folder = checkpoints.build(tmp_path / "m", LLAMA, seed=3, **KINDS["dynamic"])
+    short, long = checkpoints.prompt_ids(60)[:32], checkpoints.prompt_ids(60)
+    scored = replace(GREEDY, num_logprobs=0)
+    with start_group(folder, 1) as group:
+        (fresh,) = Client(group.facts, group.executor).generate([long], scored)
+        client = Client(group.facts, group.executor)
+        client.generate([short])
+        (after,) = client.generate([long], scored)
+    assert after.num_cached == 0
+    assert (after.token_ids, after.logprobs) == (fresh.token_ids, fresh.logprobs)
+    assert client.engine.take_events() == []  # and routers are told of none
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])

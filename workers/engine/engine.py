@@ -54,11 +54,11 @@ class Engine:
         self._executor = executor
         self._clock = clock
         self._block_size = cache.block_size
-        self._prefix_reuse = cache.prefix_reuse
+        self._prefix_reuse = cache.prefix_reuse and limits.is_prefix_reusable
         self._max_waiting = schedule.max_waiting
         self._pool = BlockPool(executor.num_blocks)
         self._scheduler = Scheduler(
-            schedule=schedule, pool=self._pool, block_size=cache.block_size, prefix_reuse=cache.prefix_reuse
+            schedule=schedule, pool=self._pool, block_size=self._block_size, prefix_reuse=self._prefix_reuse
         )
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices
         self._num_arrived = 0

@@ -25,6 +25,7 @@ class EngineLimits:
     vocab_size: int
     max_model_len: int  # prompt and output tokens together
     eos_token_ids: tuple[int, ...]
+    is_prefix_reusable: bool = True  # False: what a block holds depends on the tokens after it too
 
 
 class RequestState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workers.config import GroupConfig
+from workers.engine.request import EngineLimits
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
@@ -22,9 +23,7 @@ class RankFacts:
     """What was found and measured at start; equal on all ranks of a group."""
 
     model_hash: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
+    limits: EngineLimits
     dtype: str
     device: str  # cpu or cuda
     tensor_parallel: int
@@ -90,9 +89,12 @@ class RankModel:
     def facts(self, num_blocks: int) -> RankFacts:
         return RankFacts(
             model_hash=self._checkpoint.model_hash,
-            vocab_size=self._checkpoint.vocab_size,
-            max_model_len=self._max_model_len,
-            eos_token_ids=self._checkpoint.eos_token_ids,
+            limits=EngineLimits(
+                vocab_size=self._checkpoint.vocab_size,
+                max_model_len=self._max_model_len,
+                eos_token_ids=self._checkpoint.eos_token_ids,
+                is_prefix_reusable=self._checkpoint.spec.is_prefix_reusable,
+            ),
             dtype=str(self._dtype).removeprefix("torch."),
             device=self.device.type,
             tensor_parallel=self._size,
