@@ -4,7 +4,8 @@ A sequence is cut into full blocks of `block_size` tokens. The hash of a block c
 end: it is the digest of (hash of the block before, tokens of this block). The tenant's salt enters the
 first block, so equal prompts of two tenants share nothing and timing reveals nothing between them.
 
-Digest: BLAKE2b, 16 bytes, token ids as little-endian uint32.
+Digest: BLAKE2b, 16 bytes, token ids as little-endian uint32. Salts are hashed under another personalization
+than blocks: no salt, whoever chose it, can be made to stand for the inside of another tenant's chain.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import NewType
 BlockHash = NewType("BlockHash", bytes)
 
 _DIGEST_BYTES = 16
+_SALT = b"tandem salt"  # personalization
 
 
 def root_hash(salt: str) -> BlockHash:
     """What stands in for the block before the first one."""
-    return BlockHash(blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest())
+    raw = salt.encode("utf-8", "surrogatepass")
+    return BlockHash(blake2b(raw, digest_size=_DIGEST_BYTES, person=_SALT).digest())
 
 
 def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
