@@ -13,9 +13,9 @@ from pathlib import Path
 from workers.model.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100 << 20
-_MAX_DIMENSION = 1 << 48
+_MAX_SIZE = 1 << 48
 
-DTYPE_BYTES = {
+_DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
     "F16": 2,
@@ -82,11 +82,12 @@ def read_header(file: Path) -> SafetensorsHeader:
 
 def _parse(file: Path, raw: bytes) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = [name for name, _ in pairs]
-        doubled = sorted({name for name in names if names.count(name) > 1}) if _has_double(names) else []
-        if doubled:
-            raise CheckpointError(f"{file}: the header names {doubled[0][:200]!r} twice")
-        return dict(pairs)
+        found: dict[str, object] = {}
+        for name, value in pairs:
+            if name in found:
+                raise CheckpointError(f"{file}: the header names {name[:200]!r} twice")
+            found[name] = value
+        return found
 
     try:
         parsed = json.loads(raw, object_pairs_hook=unique)
@@ -97,16 +98,12 @@ def _parse(file: Path, raw: bytes) -> dict[str, object]:
     return parsed
 
 
-def _has_double(names: list[str]) -> bool:
-    return len(set(names)) != len(names)
-
-
 def _entry(file: Path, name: str, value: object, data_start: int) -> TensorEntry:
     where = f"{file}: tensor {name[:200]!r}"
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: its entry is not an object")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
         raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
         raise CheckpointError(f"{where}: shape {str(shape)[:80]} is not a list of sizes")
@@ -116,11 +113,11 @@ def _entry(file: Path, name: str, value: object, data_start: int) -> TensorEntry
     count = 1
     for size in shape:
         count *= size
-        if count > _MAX_DIMENSION:
-            raise CheckpointError(f"{where}: shape {shape} is beyond any file")
-    if stop - start != count * DTYPE_BYTES[dtype]:
+        if count > _MAX_SIZE:
+            raise CheckpointError(f"{where}: shape {str(shape)[:80]} is beyond any file")
+    if stop - start != count * _DTYPE_BYTES[dtype]:
         raise CheckpointError(
-            f"{where}: {dtype} of shape {shape} takes {count * DTYPE_BYTES[dtype]} bytes, "
+            f"{where}: {dtype} of shape {str(shape)[:80]} takes {count * _DTYPE_BYTES[dtype]} bytes, "
             f"its offsets {start} to {stop} hold {stop - start}"
         )
     return TensorEntry(
@@ -129,7 +126,7 @@ def _entry(file: Path, name: str, value: object, data_start: int) -> TensorEntry
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_DIMENSION
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE
 
 
 def _check_cover(file: Path, tensors: list[TensorEntry], data_start: int, file_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_empty_and_absent_file(tmp_path: Path) -> None:
     file.write_bytes(b"")
     with pytest.raises(CheckpointError, match="the file has 0"):
         read_header(file)
+
+
+def test_a_double_name_among_very_many_is_found_at_once(tmp_path: Path) -> None:
+    names = ",".join(f'"{number}":0' for number in range(200_000))
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="names '199999' twice"):
+        read_header(write(tmp_path, f'{{{names},"199999":0}}'.encode()))
+    assert time.monotonic() - started < 20  # every name against every other takes minutes
 
 
 def entry(dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 24)) -> dict[str, object]:
