@@ -26,7 +26,7 @@ class ParallelSettings(BaseModel):
 
     model_config = _STRICT
     step_timeout_s: float = 10.0  # a rank silent for longer ends the group
-    threads_per_rank: int | None = None  # CPU threads; None: cores of the machine / ranks on it
+    threads_per_rank: int | None = None  # CPU threads; None: usable cores / ranks of the group on the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

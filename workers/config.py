@@ -38,7 +38,7 @@ class ScheduleConfig:
     max_running: int = 128  # sequences with blocks at the same time
     max_prefill_chunk: int | None = None  # most prompt tokens of one request in a step; None: the budget
     max_waiting: int = 2048  # requests in the queue; more are refused
-    expected_output_tokens: int = 128  # output length that memory is planned for until some requests have ended
+    expected_output_tokens: int = 128  # length that memory is planned for until some requests have ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ParallelConfig:
 
     tensor_parallel: int = 1
     step_timeout_s: float = 10.0  # a rank silent for longer ends the group
-    threads_per_rank: int | None = None  # CPU threads; None: cores of the machine / ranks on it
+    threads_per_rank: int | None = None  # CPU threads; None: usable cores / ranks of the group on the machine
     device: str = "auto"  # auto, cpu, cuda
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,7 @@ from workers.config import ParallelConfig
 from workers.runtime.errors import RankConfigError
 
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_CGROUP = Path("/sys/fs/cgroup")
 _LOG = logging.getLogger(__name__)
 
 
@@ -33,13 +35,27 @@ def choose_dtype(name: str) -> torch.dtype:
 
 
 def set_threads(config: ParallelConfig, ranks_on_machine: int) -> None:
-    """Sizes torch's pools: cores of the machine shared by its ranks, unless the config says."""
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.threads_per_rank or max(1, cores // ranks_on_machine))
+    """Sizes torch's pools: usable cores shared by the group's ranks on the machine, unless the config says.
+
+    Groups that share a machine know nothing of each other: each takes all cores, so that one alone is fast.
+    """
+    torch.set_num_threads(config.threads_per_rank or max(1, usable_cores() // ranks_on_machine))
     if torch.get_num_interop_threads() != 1:
         try:
             torch.set_num_interop_threads(1)
-        except (
-            RuntimeError
-        ):  # torch allows it once, before its first parallel work; it only saves idle threads
+        except RuntimeError:  # allowed once, before torch's first parallel work; it only saves idle threads
             _LOG.debug("inter-operator threads stay at %d", torch.get_num_interop_threads())
+
+
+def usable_cores(cgroup: Path = _CGROUP) -> int:
+    """Cores that this process may use: of its affinity, and no more than the CPU quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    version_2, version_1 = cgroup / "cpu.max", cgroup / "cpu" / "cpu.cfs_quota_us"
+    if version_2.exists():
+        quota, period = version_2.read_text().split()
+    elif version_1.exists():
+        quota, period = version_1.read_text(), version_1.with_name("cpu.cfs_period_us").read_text()
+    else:
+        return cores
+    is_limited = quota.strip() not in ("max", "-1")
+    return max(1, min(cores, int(quota) // int(period))) if is_limited else cores

@@ -11,7 +11,7 @@ _ROWS_AT_ONCE = 64  # bounds the memory of the normalised copy
 
 
 def finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Whether each row (R, V) holds finite numbers only: their sum does exactly then."""
+    """Whether each row (R, V) holds finite numbers only: a NaN or an infinity makes the sum one."""
     finite: list[bool] = logits.sum(-1).isfinite().tolist()
     return finite
 
