@@ -2,8 +2,8 @@
 
     submit, abort --> inbox --> [ drain inbox; engine.step() ]* --> on_output(StepOutput)
 
-Between steps the thread takes all commands; a request that is refused, and one that ends in an error, comes
-back as an ERROR chunk. Idle, it waits for a command without spinning. It ends by stop(), or when the group
+Between steps the thread takes all commands, and says what came of them before the step, which may be the
+last; a request that is refused, and one that ends in an error, comes back as an ERROR chunk. Idle, it waits for a command without spinning. It ends by stop(), or when the group
 cannot compute any more: then every request it has, and every one submitted later, gets an ERROR chunk
 `engine_dead`. Each accepted or refused choice thus gets exactly one chunk with a finish_reason.
 
@@ -62,7 +62,7 @@ class EngineLoop:
         self._engine = engine
         self._on_output = on_output
         self._commands: deque[GenerateRequest | _Abort] = deque()
-        self._changed = threading.Condition()  # guards commands, stopping and closing reason
+        self._changed = threading.Condition()  # guards the three below
         self._is_stopping = False
         self._closing_reason: str | None = None  # why nothing is taken any more
         self._failure: str | None = None
@@ -96,8 +96,9 @@ class EngineLoop:
         """Ends a request before the next step; its open choices get a CANCELLED chunk. Unknown ones are
         ignored."""
         with self._changed:
-            self._commands.append(_Abort(request_id))
-            self._changed.notify()
+            if self._closing_reason is None:
+                self._commands.append(_Abort(request_id))
+                self._changed.notify()
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread after the step it is in, and all requests with an ERROR chunk. Returns after
@@ -112,11 +113,13 @@ class EngineLoop:
         try:
             self._emit([])
             while (commands := self._next_commands()) is not None:
-                chunks: list[TokenChunk] = []
+                ended: list[TokenChunk] = []
                 for command in commands:
-                    chunks += self._cancel(command) if isinstance(command, _Abort) else self._add(command)
-                chunks += self._engine.step()
-                self._emit(chunks)
+                    ended += self._cancel(command) if isinstance(command, _Abort) else self._add(command)
+                if ended:
+                    self._emit(ended)
+                if self._engine.has_work():
+                    self._emit(self._engine.step())
         except GroupFailed as error:
             self._failure = str(error)
         except Exception as error:
@@ -165,9 +168,8 @@ class EngineLoop:
             chunks += _refusal(request, _ENGINE_DEAD, reason)
         try:
             self._engine.fail_all()
-        except (
-            Exception
-        ):  # the failure may be the engine's own broken state; clients must hear of it all the same
+        except Exception:
+            # The failure may be the engine's own broken state; clients must hear of it all the same.
             _log.exception("the engine's state cannot be cleared")
         try:
             self._emit(chunks, self._failure)

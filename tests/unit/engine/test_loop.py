@@ -171,17 +171,40 @@ def test_a_dead_group_is_told_to_everybody_now_and_later() -> None:
 
 
 def test_a_bug_in_the_engine_ends_the_loop_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    engine, executor = make_engine()
+    def broken_clock() -> float:
+        raise ArithmeticError("the engine itself")
 
-    def corrupt(plan: StepPlan) -> None:
-        plan.slices[0].block_table.append(63)  # type: ignore[attr-defined]  # the live list: what nobody may do
-
-    executor.before_step = corrupt
+    engine, _ = make_engine(clock=broken_clock)
     with _running(engine) as (loop, listener):
         loop.submit(make_request("a", numbers(5), 50))
+        end = listener.end("a")[0]
+        assert (end.error_code, end.error) == ("engine_dead", loop.failure)
+        assert loop.failure == "the engine loop failed: ArithmeticError('the engine itself')"
+    assert "the engine loop ends" in caplog.messages
+
+
+def test_what_was_refused_or_cancelled_before_the_last_step_is_heard_of() -> None:
+    engine, executor = make_engine()
+    entered, released = threading.Event(), threading.Event()
+
+    def die(plan: StepPlan) -> None:
+        if plan.number == 1:
+            entered.set()
+            assert released.wait(TIMEOUT_S)
+        else:
+            raise GroupFailed("rank 1 is gone")
+
+    executor.before_step = die
+    with _running(engine) as (loop, listener):
+        loop.submit(make_request("a", numbers(5), 50))
+        assert entered.wait(TIMEOUT_S)
         loop.submit(make_request("b", numbers(5), 50))
-        assert listener.end("a")[0].error_code in ("engine_dead", "internal_error")
-        assert listener.end("b")[0].error_code in ("engine_dead", "internal_error")
+        loop.submit(make_request("bad", (1000,)))
+        loop.abort(RequestId("b"))
+        released.set()
+        assert listener.end("a")[0].error_code == "engine_dead"
+        assert [chunk.finish_reason for chunk in listener.end("b")] == [FinishReason.CANCELLED]
+        assert [chunk.error_code for chunk in listener.end("bad")] == ["invalid_value"]
 
 
 def test_stop_ends_all_that_is_open_and_refuses_the_rest() -> None:
