@@ -168,15 +168,17 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="folder in Hugging Face layout; default: the embedded model"
     )
-    parser.add_argument("--runs", type=int, default=5, help="samples of every figure")
-    parser.add_argument("--quick", action="store_true", help="one short run: does it work, roughly how fast")
+    parser.add_argument("--runs", type=int, help="samples of every figure; default 5, or 1 with --quick")
+    parser.add_argument(
+        "--quick", action="store_true", help="short decodes, one run: does it work, roughly how fast"
+    )
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     parser.add_argument("--out", type=Path, help="file for commit, machine and all samples")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     works = standard_works(new_tokens=16 if options.quick else 64)
-    runs = 1 if options.quick else options.runs
+    runs = options.runs or (1 if options.quick else 5)
     console = Console(stderr=True)
     folder = options.model or ensure(console.print)
     with (
