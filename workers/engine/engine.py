@@ -116,6 +116,9 @@ class Engine:
         ):
             if sequence.state is not _FINISHED:  # ended in this loop, with a choice beside it
                 self._take(sequence, piece, outcome, chunks)
+        if all(isinstance(outcome, Exception) for outcome in outcomes):
+            # Its sequence is gone, and nobody knows whether it came to the zeroing.
+            self._scheduler.zero(scheduled.plan.zero_blocks)
         self._note_duration(self._clock() - started)
         return chunks
 

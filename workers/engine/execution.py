@@ -23,7 +23,13 @@ def run_plan(executor: Executor, plan: StepPlan) -> Sequence[Outcome]:
     except Exception as error:
         if len(plan.slices) == 1:
             return [error]
-    outcomes = [_run_alone(executor, plan, index) for index in range(len(plan.slices))]
+    outcomes: list[Outcome] = []
+    zero_blocks = plan.zero_blocks
+    for piece in plan.slices:
+        alone = StepPlan(number=plan.number, slices=(piece,), zero_blocks=zero_blocks)
+        outcomes.append(_run_alone(executor, alone))
+        if not isinstance(outcomes[-1], Exception):
+            zero_blocks = ()  # a run that raised may have zeroed nothing; one that did not has zeroed all
     failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if len(failed) == len(outcomes):
         raise GroupFailed(f"each of {len(failed)} sequences fails, the first with {failed[0]!r}") from failed[
@@ -32,11 +38,9 @@ def run_plan(executor: Executor, plan: StepPlan) -> Sequence[Outcome]:
     return outcomes
 
 
-def _run_alone(executor: Executor, plan: StepPlan, index: int) -> Outcome:
-    zero_blocks = plan.zero_blocks if index == 0 else ()
-    alone = StepPlan(number=plan.number, slices=(plan.slices[index],), zero_blocks=zero_blocks)
+def _run_alone(executor: Executor, plan: StepPlan) -> Outcome:
     try:
-        return _run(executor, alone)[0]
+        return _run(executor, plan)[0]
     except GroupFailed:
         raise
     except Exception as error:

@@ -3,9 +3,10 @@
     submit, abort --> inbox --> [ drain inbox; engine.step() ]* --> on_output(StepOutput)
 
 Between steps the thread takes all commands, and says what came of them before the step, which may be the
-last; a request that is refused, and one that ends in an error, comes back as an ERROR chunk. Idle, it waits for a command without spinning. It ends by stop(), or when the group
-cannot compute any more: then every request it has, and every one submitted later, gets an ERROR chunk
-`engine_dead`. Each accepted or refused choice thus gets exactly one chunk with a finish_reason.
+last; a request that is refused, and one that ends in an error, comes back as an ERROR chunk. Idle, it waits
+for a command without spinning. It ends by stop(), or when the group cannot compute any more: then every
+request it has, and every one submitted later, gets an ERROR chunk `engine_dead`. Each accepted or refused
+choice thus gets exactly one chunk with a finish_reason.
 
 Not covered: a step that hangs. Executors bound their waits; stop() bounds its own.
 """

@@ -16,6 +16,7 @@ nothing running the first waiting one is admitted without further question.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -165,7 +166,11 @@ class Scheduler:
         for block in table:
             self._pool.forget(block)
         self.remove(sequence)
-        self._zero_blocks.extend(block for block in table if self._pool.num_owners(block) == 0)
+        self.zero(block for block in table if self._pool.num_owners(block) == 0)
+
+    def zero(self, blocks: Iterable[int]) -> None:
+        """Has blocks without an owner zeroed before the next step computes anything."""
+        self._zero_blocks.extend(blocks)
 
     def check_integrity(self) -> None:
         """Asserts the invariants of queues, counters, blocks and announced prefixes. Valid between steps."""

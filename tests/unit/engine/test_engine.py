@@ -347,6 +347,26 @@ def test_an_exception_caused_by_one_request_ends_only_that_one() -> None:
     assert transcript.tokens["2", 0] == reference(requests[2])
 
 
+def test_blocks_are_zeroed_later_when_the_step_that_was_to_do_it_raises() -> None:
+    engine, executor = make_engine(block_size=4)
+    bad = make_request("bad", numbers(9, 1), 2)
+    executor.spoil = _spoil(bad.prompt_token_ids, 0)
+    engine.add(bad)
+    run(engine)
+
+    def fail(plan: StepPlan) -> None:
+        raise ZeroDivisionError("poison")
+
+    executor.before_step = fail
+    engine.add(make_request("poison", numbers(3, 2), 2))
+    run(engine)
+    executor.before_step = lambda plan: None
+    engine.add(make_request("good", numbers(3, 3), 2))
+    run(engine)
+    assert {0, 1, 2} <= set(executor.plans[1].zero_blocks)
+    assert [plan.zero_blocks for plan in executor.plans[2:]] == [()]
+
+
 def test_an_executor_that_fails_for_everybody_is_a_dead_group() -> None:
     engine, executor = make_engine()
 

@@ -104,6 +104,18 @@ def test_slices_run_apart_after_an_exception_and_blocks_are_zeroed_first() -> No
     ]
 
 
+def test_the_first_slice_that_does_not_raise_has_the_blocks_zeroed() -> None:
+    executor = ToyExecutor(10, 4)
+
+    def fail(plan: StepPlan) -> None:
+        if any(piece.token_ids == (0,) for piece in plan.slices):
+            raise OverflowError("slice 0")
+
+    executor.before_step = fail
+    run_plan(executor, _plan(3))
+    assert [plan.zero_blocks for plan in executor.plans] == [(9, 8), ()]
+
+
 def test_a_single_slice_that_raises_is_that_slice_s_fault() -> None:
     executor = ToyExecutor(10, 4)
 
