@@ -1,0 +1,98 @@
+"""A command line whose outside world is fake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.cli import app
+from cluster.cli.services import Services
+from cluster.gguf_model import write_folder
+from cluster.running import RunningNote
+from cluster.serve_api import ServeApi
+from tests.unit.cluster.fakes import FakeLauncher, FakeServer, embedded_model
+from tests.unit.cluster.tiny_gguf import write_tiny_gguf
+from workers.directory import GroupEntry
+
+
+class World:
+    """What the commands meet."""
+
+    def __init__(self, server: FakeServer, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+        self.launcher = FakeLauncher(ServeApi(server.url), folder)
+        self.note = RunningNote(folder / "run")
+        self.entries: list[GroupEntry] = []
+
+    def run(self, *arguments: str, input: str | None = None) -> Result:
+        """Run `tandem` with these arguments."""
+        services = Services(
+            launcher=self.launcher,
+            entries=lambda address, applications: self.entries,
+            ensure_model=embedded_model(self.folder),
+            note=self.note,
+            locks=self.folder / "locks",
+        )
+        return CliRunner().invoke(app, list(arguments), obj=services, input=input)
+
+    def stop_when_noted(self, number: signal.Signals) -> None:
+        """Send a signal to this process once a `serve` has written its note."""
+
+        def send() -> None:
+            deadline = time.monotonic() + 20
+            while self.note.read() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
+
+        self.launcher.on_ready = threading.Thread(target=send, daemon=True).start
+
+    def file(self, **changes: Any) -> str:
+        """A deployment file for the fake server."""
+        tree = {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": "127.0.0.1", "port": self.server.port},
+            "applications": [
+                {
+                    "name": "tandem",
+                    "route_prefix": "/",
+                    "import_path": "cluster.app:build",
+                    "args": {"model": {"path": "embedded"}},
+                    "deployments": [{"name": "unified", "num_replicas": 2}],
+                }
+            ],
+            **changes,
+        }
+        file = self.folder / "deployment.yaml"
+        file.write_text(json.dumps(tree))
+        return str(file)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A home of its own, a fake server that runs, and the command line."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    with FakeServer().running() as server:
+        yield World(server, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with 4 heads and 2 KV heads, context 128."""
+    root = tmp_path_factory.mktemp("tiny")
+    write_tiny_gguf(root / "tiny.gguf")
+    folder = root / "tiny-model"
+    folder.mkdir()
+    write_folder(root / "tiny.gguf", folder, lambda text: None)
+    return folder

@@ -1,0 +1,200 @@
+"""A Ray dashboard, a Tandem API and a launcher that exist only in this process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from cluster.embedded import Progress
+from cluster.launch import LaunchError, LocalCluster, Report
+from cluster.launch import Progress as News
+from cluster.serve_api import ServeApi
+
+METRICS = """\
+tandem_engine_running{model="Fake",replica="r",group="unified-u1"} 3.0
+tandem_engine_waiting{model="Fake",replica="r",group="unified-u1"} 2.0
+tandem_kv_blocks{model="Fake",replica="r",group="unified-u1",state="free"} 50.0
+tandem_kv_blocks{model="Fake",replica="r",group="unified-u1",state="cached"} 25.0
+tandem_kv_blocks{model="Fake",replica="r",group="unified-u1",state="active"} 25.0
+"""
+
+
+class FakeServer:
+    """Serve's HTTP API and the router's, at one address. What it answers can be changed at any time."""
+
+    def __init__(self) -> None:
+        self.details: dict[str, Any] = {"applications": {}}
+        self.puts: list[Any] = []  # bodies of deployments
+        self.chats: list[Any] = []  # bodies of chat requests
+        self.pieces: list[str] = ["Paris", ".", " Yes"]
+        self.chat_status = 200
+        self.stream_end = "data: [DONE]\n\n"
+        self.pause = threading.Event()  # a stream waits for it after its first piece
+        self.pause.set()
+        self.client_left = threading.Event()  # set when a paused stream finds its client gone
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.port = self._http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+
+    @contextmanager
+    def running(self) -> Iterator[FakeServer]:
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self.pause.set()
+            self._http.shutdown()
+            self._http.server_close()
+            self._thread.join(timeout=5)
+
+    def stream(self) -> Iterator[str]:
+        """A chat answer as server-sent events."""
+        yield ": keep-alive\n\n"
+        yield _chunk({"role": "assistant", "content": ""})
+        for number, piece in enumerate(self.pieces):
+            yield _chunk({"content": piece})
+            if number == 0 and not self.pause.is_set():
+                while not self.pause.wait(0.02):
+                    yield ": keep-alive\n\n"
+        yield _chunk({}, finish_reason="stop")
+        usage = {
+            "prompt_tokens": 20,
+            "completion_tokens": len(self.pieces),
+            "prompt_tokens_details": {"cached_tokens": 16},
+        }
+        yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+        yield self.stream_end
+
+    def _handler(server) -> type[BaseHTTPRequestHandler]:  # the handler's self is another
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                match self.path:
+                    case "/api/serve/applications/":
+                        self._answer(server.details)
+                    case "/v1/models":
+                        self._answer({"data": [{"id": "Fake"}]})
+                    case "/metrics":
+                        self._answer(METRICS.encode())
+                    case _:
+                        self._answer({}, status=404)
+
+            def do_PUT(self) -> None:
+                body = self._body()
+                server.puts.append(body)
+                server.details = {
+                    "applications": {app["name"]: {"status": "RUNNING"} for app in body["applications"]},
+                    **{key: body[key] for key in ("http_options", "proxy_location") if key in body},
+                }
+                self._answer({})
+
+            def do_POST(self) -> None:
+                body = self._body()
+                server.chats.append(body)
+                if server.chat_status != 200:
+                    error = {"message": "the server has no room", "code": "server_is_overloaded"}
+                    self._answer({"error": error}, status=server.chat_status)
+                elif not body.get("stream"):
+                    self._answer({"choices": [{"message": {"content": " Paris. "}}]})
+                else:
+                    self.send_response(200)
+                    self.send_header("content-type", "text/event-stream")
+                    self.end_headers()
+                    try:
+                        for event in server.stream():
+                            self.wfile.write(event.encode())
+                            self.wfile.flush()
+                    except (BrokenPipeError, ConnectionResetError):
+                        server.client_left.set()
+
+            def _body(self) -> Any:
+                return json.loads(self.rfile.read(int(self.headers["content-length"])))
+
+            def _answer(self, value: Any, status: int = 200) -> None:
+                body = value if isinstance(value, bytes) else json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(body)))
+                self.send_header("retry-after", "3")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Nothing: the output under test is the command's."""
+
+        return Handler
+
+
+class FakeLauncher:
+    """Notes what it was asked for, in order; `api` is the cluster it pretends to start."""
+
+    def __init__(self, api: ServeApi, folder: Path) -> None:
+        self.calls: list[str] = []
+        self.configs: list[dict[str, Any]] = []
+        self.taken_port: int | None = None
+        self.failure: str | None = None  # what wait_ready raises
+        self.on_ready: Callable[[], None] = lambda: None
+        self.head: subprocess.Popen[bytes] | None = None
+        self._api = api
+        self._folder = folder
+
+    def check_port(self, host: str, port: int) -> None:
+        self.calls.append(f"check_port {host} {port}")
+        if port == self.taken_port:
+            raise LaunchError(f"port {port} on {host} cannot be used")
+
+    def start(self, *, num_cpus: int | None, report: Report) -> LocalCluster:
+        self.calls.append("start")
+        report(News("ray", "starting a local Ray cluster"))
+        self.head = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return LocalCluster(
+            head=self.head, api=self._api, gcs_address="127.0.0.1:1", folder=self._folder, mark="m"
+        )
+
+    def deploy(self, api: ServeApi, config: dict[str, Any], *, report: Report) -> None:
+        self.calls.append("deploy")
+        self.configs.append(config)
+        report(News("deploy", "handing the deployment to Serve"))
+
+    def wait_ready(
+        self,
+        api: ServeApi,
+        *,
+        application: str,
+        url: str,
+        report: Report,
+        timeout_s: float,
+        is_alive: Callable[[], bool],
+    ) -> None:
+        self.calls.append(f"wait_ready {application} {url}")
+        if self.failure is not None:
+            raise LaunchError(self.failure)
+        report(News("ready", f"serving at {url}"))
+        self.on_ready()
+
+    def stop(self, cluster: LocalCluster, *, grace_s: float) -> list[str]:
+        self.calls.append(f"stop {grace_s:g}")
+        cluster.head.kill()
+        cluster.head.wait(timeout=10)
+        return []
+
+
+def embedded_model(folder: Path) -> Callable[[Progress], Path]:
+    """Stands for `cluster.embedded.ensure`."""
+
+    def ensure(progress: Progress) -> Path:
+        progress("found SmolLM2-135M-Instruct")
+        return folder
+
+    return ensure
+
+
+def _chunk(delta: dict[str, str], finish_reason: str | None = None) -> str:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return f"data: {json.dumps({'choices': [choice], 'usage': None}, ensure_ascii=False)}\n\n"
