@@ -21,9 +21,7 @@ def paged_model(
 ) -> PagedModel:
     """Opens a checkpoint as a server does and puts its decoder over a pool of 256 blocks."""
     checkpoint = Checkpoint(folder)
-    decoder = load_decoder(
-        checkpoint, checkpoint.spec, dtype, torch.device("cpu"), parallel or TensorParallel()
-    )
+    decoder = load_decoder(checkpoint, dtype, torch.device("cpu"), parallel or TensorParallel())
     return PagedModel(decoder, block_size=block_size, dtype=dtype)
 
 

@@ -55,7 +55,6 @@ class Activation(Enum):
 class ModelSpec:
     """One decoder. Sizes are of the whole model; `*_of_rank` say what a rank holds of them."""
 
-    family: str  # model_type of the config
     weights: WeightNames
     vocab_size: int
     hidden_size: int
@@ -123,6 +122,3 @@ def share(total: int, rank: int, size: int) -> range:
     base, extra = divmod(total, size)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))
-
-
-__all__ = ["Activation", "ModelSpec", "NormKind", "RotaryKind", "RotarySpec", "share"]

@@ -12,28 +12,17 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from workers.model.architecture import ModelSpec
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
 from workers.model.files import read_json, read_weight_headers
 from workers.model.names import WeightNames, expected_tensors
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
-from workers.model.spec import ModelSpec, spec_from_config
+from workers.model.spec import spec_from_config
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = ("F32", "F16", "BF16")
 _MAX_TOKEN_ID = (1 << 31) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultSampling:
-    """What generation_config.json proposes for requests that say nothing. None: it says nothing either."""
-
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +89,6 @@ class Checkpoint:
                 while chunk := stream.read(1 << 20):
                     digest.update(chunk)
         return digest.hexdigest()
-
-    def default_sampling(self) -> DefaultSampling:
-        """Sampling defaults of generation_config.json. Raises CheckpointError for values out of range."""
-        fields = ConfigFields(self.generation_config, f"{self.folder / 'generation_config.json'}")
-        has = fields.has
-        return DefaultSampling(
-            do_sample=fields.flag("do_sample") if has("do_sample") else None,
-            temperature=fields.number("temperature", low=0.0, high=100.0) if has("temperature") else None,
-            top_k=fields.integer("top_k", low=0, high=_MAX_TOKEN_ID) if has("top_k") else None,
-            top_p=fields.number("top_p", low=0.0, high=1.0) if has("top_p") else None,
-            min_p=fields.number("min_p", low=0.0, high=1.0) if has("min_p") else None,
-            repetition_penalty=(
-                fields.number("repetition_penalty", low=1e-3, high=100.0)
-                if has("repetition_penalty")
-                else None
-            ),
-        )
 
     def stored_name(self, name: str) -> str:
         """The name in the files of a tensor that `expected_tensors` calls `name`."""

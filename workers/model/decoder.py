@@ -20,7 +20,6 @@ from workers.model.parallel import TensorParallel
 
 def load_decoder(
     checkpoint: Checkpoint,
-    spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
     tp: TensorParallel,
@@ -32,7 +31,8 @@ def load_decoder(
     not finite.
     """
     chosen = kernels_for(device, dtype) if kernels is None else kernels
-    return Decoder(spec, load_weights(checkpoint, spec, dtype, device, tp, chosen), chosen, tp)
+    weights = load_weights(checkpoint, dtype, device, tp, chosen)
+    return Decoder(checkpoint.spec, weights, chosen, tp)
 
 
 class Decoder:

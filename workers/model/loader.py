@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from workers.kernels import Kernels, PackedLinear
-from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.layers import DecoderWeights, Layer, Norm
 from workers.model.parallel import (
@@ -21,16 +20,15 @@ from workers.model.weights import WeightReader
 
 def load_weights(
     checkpoint: Checkpoint,
-    spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
     parallel: TensorParallel,
     kernels: Kernels,
 ) -> DecoderWeights:
     """Reads and packs the weights of one rank. Errors as in `workers.model.decoder.load_decoder`."""
-    check_tensor_parallel(spec, parallel.size)
+    check_tensor_parallel(checkpoint.spec, parallel.size)
     with WeightReader(checkpoint, dtype, device) as reader:
-        return _Loader(checkpoint, spec, reader, kernels, parallel).load(device)
+        return _Loader(checkpoint, reader, kernels, parallel).load(device)
 
 
 class _Loader:
@@ -39,11 +37,11 @@ class _Loader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        spec: ModelSpec,
         reader: WeightReader,
         kernels: Kernels,
         parallel: TensorParallel,
     ) -> None:
+        spec = checkpoint.spec
         self._checkpoint = checkpoint
         self._spec = spec
         self._reader = reader

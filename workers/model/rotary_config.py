@@ -8,7 +8,7 @@ from workers.model.architecture import RotaryKind, RotarySpec
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
 
-_MAX_POSITIONS = 1 << 28
+MAX_POSITIONS = 1 << 28
 _KINDS = {kind.value: kind for kind in RotaryKind}
 
 
@@ -30,14 +30,17 @@ def rotary_from_config(fields: ConfigFields, head_dim: int, max_positions: int) 
             f"config.json: rope type {named[:40]!r} is not supported; supported are {', '.join(_KINDS)}"
         )
     kind = _KINDS[named]
+    if kind is RotaryKind.DYNAMIC and head_dim == 2:
+        raise CheckpointError("config.json: dynamic rope needs a head_dim above 2; got 2")
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary positions need an even one")
     if rope.number("partial_rotary_factor", 1.0, low=0.0, high=1.0) != 1.0:
         raise CheckpointError(
             "config.json: partial_rotary_factor other than 1 is not supported for this family"
         )
-    theta_default = fields.number("rope_theta", 10000.0, low=1e-3, high=1e12)
-    theta = rope.number("rope_theta", theta_default, low=1e-3, high=1e12)
+    # Above 1: the logarithm of theta is divided by.
+    theta_default = fields.number("rope_theta", 10000.0, low=1.001, high=1e12)
+    theta = rope.number("rope_theta", theta_default, low=1.001, high=1e12)
     if kind is RotaryKind.DEFAULT:
         return RotarySpec(kind=kind, theta=theta, dim=head_dim, trained_positions=max_positions)
     if kind is RotaryKind.YARN and not rope.has("factor"):
@@ -93,8 +96,8 @@ def longest_context(rotary: RotarySpec, max_positions: int) -> int:
 def _original_positions(fields: ConfigFields, rope: ConfigFields, max_positions: int) -> int:
     key = "original_max_position_embeddings"
     if fields.has(key):
-        return fields.integer(key, high=_MAX_POSITIONS)
-    return rope.integer(key, max_positions, high=_MAX_POSITIONS)
+        return fields.integer(key, high=MAX_POSITIONS)
+    return rope.integer(key, max_positions, high=MAX_POSITIONS)
 
 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:

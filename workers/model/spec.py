@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from workers.model.architecture import Activation, ModelSpec, NormKind, RotarySpec, share
+from workers.model.architecture import Activation, ModelSpec, NormKind, RotarySpec
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.names import GPT2_NAMES, LLAMA_NAMES
-from workers.model.rotary_config import longest_context, rotary_from_config
+from workers.model.rotary_config import MAX_POSITIONS, longest_context, rotary_from_config
 
 # Sizes beyond these are a damaged or hostile file, not a model.
 _MAX_HIDDEN = 1 << 17
@@ -20,7 +20,6 @@ _MAX_LAYERS = 1024
 _MAX_HEADS = 1024
 _MAX_HEAD_DIM = 1024
 _MAX_VOCAB = 1 << 22
-_MAX_POSITIONS = 1 << 28
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -100,7 +99,7 @@ def _mistral(fields: ConfigFields) -> ModelSpec:
     if fields.mentions("sliding_window") and not fields.has("sliding_window"):
         window = None
     else:
-        window = fields.integer("sliding_window", 4096, high=_MAX_POSITIONS)
+        window = fields.integer("sliding_window", 4096, high=MAX_POSITIONS)
     kv_heads = None if fields.mentions("num_key_value_heads") else 8
     return _llama_like(fields, window=window, default_positions=4096 * 32, default_kv_heads=kv_heads)
 
@@ -140,10 +139,9 @@ def _llama_like(
     layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
     heads = fields.integer("num_attention_heads", high=_MAX_HEADS)
     head_dim = fields.integer("head_dim", default_head_dim or max(1, hidden // heads), high=_MAX_HEAD_DIM)
-    positions = fields.integer("max_position_embeddings", default_positions, high=_MAX_POSITIONS)
+    positions = fields.integer("max_position_embeddings", default_positions, high=MAX_POSITIONS)
     rotary: RotarySpec = rotary_from_config(fields, head_dim, positions)
     return ModelSpec(
-        family=fields.text("model_type"),
         weights=LLAMA_NAMES,
         vocab_size=fields.integer("vocab_size", high=_MAX_VOCAB),
         hidden_size=hidden,
@@ -174,7 +172,7 @@ def _windows_by_layer(fields: ConfigFields, layers: int) -> tuple[int | None, ..
     window = None
     no_window = fields.mentions("sliding_window") and not fields.has("sliding_window")
     if fields.flag("use_sliding_window", False) and not no_window:
-        window = fields.integer("sliding_window", 4096, high=_MAX_POSITIONS)
+        window = fields.integer("sliding_window", 4096, high=MAX_POSITIONS)
     if not fields.has("layer_types"):
         first = fields.integer("max_window_layers", 28, low=0, high=_MAX_LAYERS)
         return tuple(window if index >= first else None for index in range(layers))
@@ -202,7 +200,6 @@ def _gpt2(fields: ConfigFields) -> ModelSpec:
     scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
     return ModelSpec(
-        family="gpt2",
         weights=GPT2_NAMES,
         vocab_size=fields.integer("vocab_size", high=_MAX_VOCAB),
         hidden_size=hidden,
@@ -244,12 +241,3 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], ModelSpec]] = {
     "qwen3": _qwen3,
     "gpt2": _gpt2,
 }
-
-__all__ = [
-    "FAMILIES",
-    "ModelSpec",
-    "check_tensor_parallel",
-    "legal_tensor_parallel",
-    "share",
-    "spec_from_config",
-]

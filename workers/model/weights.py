@@ -46,12 +46,12 @@ class WeightReader:
         """A one-dimensional tensor, or the given spans of it one after the other."""
         stored = self._slice(name)
         parts = [stored[:]] if spans is None else [stored[span.start : span.stop] for span in spans]
-        return self._checked(name, parts, 0)
+        return self._checked(name, parts)
 
     def rows(self, name: str, span: range | None = None) -> torch.Tensor:
         """Rows of a matrix as it lies in the file: an embedding or a head."""
         stored = self._slice(name)
-        return self._checked(name, [stored[:] if span is None else stored[span.start : span.stop]], 0)
+        return self._checked(name, [stored[:] if span is None else stored[span.start : span.stop]])
 
     def matrix(
         self,
@@ -73,7 +73,7 @@ class WeightReader:
             in_slice = slice(None) if inputs is None else slice(inputs.start, inputs.stop)
             part = stored[in_slice, out_slice].T if inputs_first else stored[out_slice, in_slice]
             parts.append(part)
-        return self._checked(name, parts, 0)
+        return self._checked(name, parts)
 
     def _slice(self, name: str) -> Any:
         stored = self._checkpoint.tensors[name]
@@ -83,8 +83,8 @@ class WeightReader:
             self._open[stored.file] = handle
         return handle.get_slice(name)
 
-    def _checked(self, name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+    def _checked(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         tensor = whole.to(dtype=self._dtype, device=self._device).contiguous()
         # The sum is quick and finite for any finite weights of sane size; the exact test follows only if not.
         if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(tensor.isfinite().all()):

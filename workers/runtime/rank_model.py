@@ -59,7 +59,7 @@ class RankModel:
     def load(self, parallel: TensorParallel, ranks_on_machine: int) -> Decoder:
         """Reads this rank's slice of the weights."""
         set_threads(self._config.parallel, ranks_on_machine)
-        return load_decoder(self._checkpoint, self._checkpoint.spec, self._dtype, self.device, parallel)
+        return load_decoder(self._checkpoint, self._dtype, self.device, parallel)
 
     def measure_blocks(self, ranks_on_machine: int) -> int:
         """Blocks this rank can hold, now that the weights are in. Raises PoolTooSmall."""

@@ -7,14 +7,9 @@ import sys
 
 import pytest
 
+from workers.model.architecture import ModelSpec, share
 from workers.model.errors import CheckpointError, TensorParallelError
-from workers.model.spec import (
-    ModelSpec,
-    check_tensor_parallel,
-    legal_tensor_parallel,
-    share,
-    spec_from_config,
-)
+from workers.model.spec import check_tensor_parallel, legal_tensor_parallel, spec_from_config
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",
@@ -61,6 +56,8 @@ def test_mistral_window_absent_and_null() -> None:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false; got 1"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ({"head_dim": 63}, "head_dim 63 is odd"),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "head_dim above 2; got 2"),
+        ({"rope_theta": 1}, "rope_theta must be a number from 1.001 to 1e+12; got 1"),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
             "rope type 'longrope' is not supported; supported are default, linear, dynamic, llama3, yarn",
