@@ -48,11 +48,10 @@ def chat(
             conversation = Conversation(model=model or served[0], system=system)
             for setting in settings or ():
                 name, _, value = setting.partition("=")
-                if name not in SETTINGS or not value:
-                    raise CommandFailed(
-                        f"--set {setting}: give NAME=VALUE, NAME one of {', '.join(SETTINGS)}"
-                    )
-                conversation.run(f"/set {name} {value}")
+                try:
+                    conversation.set(name, value)
+                except ValueError as error:
+                    raise CommandFailed(f"--set {setting}: {error}") from error
             talk = _Talk(terminal, client, conversation)
             if sys.stdin.isatty() and not as_json:
                 talk.converse()

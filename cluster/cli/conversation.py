@@ -82,6 +82,18 @@ class Conversation:
         guess = closest(name, COMMANDS)
         return f"no command {name}" + (f"; did you mean {guess}?" if guess else "; /help lists them")
 
+    def set(self, name: str, text: str) -> None:
+        """Change a setting of the requests to come. Raises ValueError saying what is possible."""
+        kind = SETTINGS.get(name)
+        if kind is None:
+            guess = closest(name, SETTINGS)
+            known = f"did you mean {guess}?" if guess else f"known: {', '.join(SETTINGS)}"
+            raise ValueError(f"no setting {name}; {known}")
+        try:
+            self.settings[name] = kind(text.strip())
+        except ValueError as error:
+            raise ValueError(f"{name} takes a value of type {kind.__name__}, not {text.strip()!r}") from error
+
     def _set_system(self, text: str) -> str:
         if not text:
             return self.system or "no system prompt of yours; the model's template has its own"
@@ -96,19 +108,13 @@ class Conversation:
                 "\n".join(f"{key} {value}" for key, value in self.settings.items())
                 or "all as the server has it"
             )
-        kind = SETTINGS.get(name)
-        if kind is None:
-            guess = closest(name, SETTINGS)
-            return f"no setting {name}; " + (
-                f"did you mean {guess}?" if guess else f"known: {', '.join(SETTINGS)}"
-            )
-        if not text.strip():
+        if name in SETTINGS and not text.strip():
             self.settings.pop(name, None)
             return f"{name} is the server's again"
         try:
-            self.settings[name] = kind(text.strip())
-        except ValueError:
-            return f"{name} takes a number of type {kind.__name__}, not {text.strip()!r}"
+            self.set(name, text)
+        except ValueError as error:
+            return str(error)
         return f"{name} {self.settings[name]}"
 
     def _save(self, name: str) -> str:

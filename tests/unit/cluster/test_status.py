@@ -1,0 +1,124 @@
+"""`tandem status`: one table out of what Serve, the directory and the router know."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cluster.group_table import GroupLoad, application_statuses, parse_loads
+from tests.unit.cluster.conftest import World
+from tests.unit.cluster.fakes import METRICS
+from workers.directory import GroupEntry, GroupPhase
+from workers.types import GroupId, Role
+
+
+def replica(replica_id: str, state: str = "RUNNING", **more: Any) -> dict[str, Any]:
+    return {
+        "replica_id": replica_id,
+        "state": state,
+        "pid": 11,
+        "node_ip": "10.0.0.1",
+        "start_time_s": 1000.0,
+        **more,
+    }
+
+
+def entry(replica_id: str, phase: GroupPhase = GroupPhase.READY, reason: str = "") -> GroupEntry:
+    return GroupEntry(
+        group_id=GroupId(f"unified-{replica_id}"),
+        replica_id=replica_id,
+        pool="unified",
+        role=Role.UNIFIED,
+        epoch=1,
+        phase=phase,
+        reason=reason,
+        rank_pids=(21, 22),
+    )
+
+
+def details(unified: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    deployments = {
+        "router": {"target_num_replicas": 1, "replicas": [replica("r1")]},
+        "unified": {"target_num_replicas": 2, "replicas": unified, **more},
+    }
+    return {"applications": {"tandem": {"status": "RUNNING", "deployments": deployments}}}
+
+
+def test_a_ready_group_has_its_ranks_and_its_load() -> None:
+    loads = parse_loads(METRICS)
+    assert loads == {
+        "unified-u1": GroupLoad(running=3, waiting=2, free_blocks=50, cached_blocks=25, active_blocks=25)
+    }
+    found = details([replica("u1"), replica("u2")])
+    (status,) = application_statuses(found, [entry("u1"), entry("u2")], loads, now=1060.0)
+    assert (status.desired, status.ready) == (3, 3)
+    router, first, second = status.rows
+    assert (router.group, router.role, router.state, router.front_pid) == ("r1", "router", "ready", 11)
+    assert (first.group, first.role, first.rank_pids) == ("unified-u1", "unified", (21, 22))
+    assert (first.running, first.waiting, first.kv_percent, first.age_s) == (3, 2, 25.0, 60.0)
+    assert (second.running, second.kv_percent, second.reason) == (None, None, "")
+
+
+def test_what_is_not_ready_says_why() -> None:
+    found = details(
+        [replica("u1"), replica("u2", "PENDING_INITIALIZATION"), replica("u3", "STOPPING")],
+        message="",
+    )
+    entries = [
+        entry("u1", GroupPhase.FAILED, "rank 1 was killed"),
+        entry("u2", GroupPhase.LOADING, "loading the model"),
+    ]
+    (status,) = application_statuses(found, entries, {}, now=1000.0)
+    assert [(row.state, row.reason) for row in status.rows[1:]] == [
+        ("failed", "rank 1 was killed"),
+        ("loading", "loading the model"),
+        ("draining", ""),
+    ]
+    assert status.ready == 1
+
+
+def test_a_group_that_waits_for_room_and_one_that_has_not_started() -> None:
+    found = details([replica("u1", "PENDING_ALLOCATION", pid=None, node_ip=None, start_time_s=None)])
+    (status,) = application_statuses(found, [], {}, now=1000.0)
+    waiting, absent = status.rows[1:]
+    assert (waiting.state, waiting.reason) == ("starting", "waiting for free CPUs or GPUs in the Ray cluster")
+    assert (waiting.node, waiting.age_s) == ("", None)
+    assert (absent.group, absent.state, absent.reason) == ("unified #2", "starting", "not started yet")
+
+
+def test_the_table_and_the_exit_code(world: World) -> None:
+    world.server.details = details([replica("u1"), replica("u2", "PENDING_INITIALIZATION")])
+    world.server.details["http_options"] = {"host": "127.0.0.1", "port": world.server.port}
+    world.entries = [entry("u1")]
+    done = world.run("status", "--dashboard", world.server.url)
+    assert done.exit_code == 1  # not all is ready
+    title, header, *rows = done.stdout.splitlines()
+    assert title == "tandem: RUNNING, 2 of 3 ready"
+    assert header.split() == [
+        *("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
+    ]
+    assert rows[1].split()[:9] == ["unified-u1", "unified", "ready", "10.0.0.1", "21", "22", "3", "2", "25"]
+    assert rows[2].rstrip().endswith("ranks start and read weights")
+    world.server.details = details([replica("u1"), replica("u2")])
+    assert world.run("status", "--dashboard", world.server.url).exit_code == 0
+
+
+def test_json_has_the_same(world: World) -> None:
+    world.server.details = details([replica("u1"), replica("u2")])
+    world.server.details["http_options"] = {"host": "127.0.0.1", "port": world.server.port}
+    world.entries = [entry("u1"), entry("u2")]
+    done = world.run("status", "--dashboard", world.server.url, "--json")
+    assert done.exit_code == 0
+    (application,) = json.loads(done.stdout)["applications"]
+    assert (application["name"], application["ready"], application["desired"]) == ("tandem", 3, 3)
+    assert application["rows"][1]["rank_pids"] == [21, 22]
+    assert application["rows"][1]["kv_percent"] == 25.0
+
+
+def test_nothing_deployed_and_nothing_there(world: World) -> None:
+    done = world.run("status", "--dashboard", world.server.url)
+    assert done.exit_code == 1
+    assert done.stdout == f"nothing is deployed on {world.server.url}; start with `tandem deploy FILE`\n"
+    done = world.run("status", "--dashboard", "http://127.0.0.1:1")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: no Ray dashboard answers at http://127.0.0.1:1")
