@@ -48,13 +48,10 @@ class RequestState:
     ) -> None:
         """block_size None: no prefix reuse, no hashes."""
         sampling = request.sampling
-        end_ids = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            end_ids.update(token for token in limits.eos_token_ids if 0 <= token < limits.vocab_size)
         self.request = request
         self.arrival = arrival  # rank among requests of one priority
-        self.end_ids = frozenset(end_ids)
-        self.forbidden_ids = tuple(sorted(end_ids))  # while min_tokens has not been reached
+        self.end_ids = _end_ids(sampling, limits)
+        self.forbidden_ids = tuple(sorted(self.end_ids))  # while min_tokens has not been reached
         # Of each choice; the context length is the other bound, and validate() has compared the two.
         self.max_known_tokens = len(request.prompt_token_ids) + sampling.max_tokens
         self.prompt_hashes: list[BlockHash] = []
@@ -63,6 +60,11 @@ class RequestState:
         self.is_admitted = False  # a choice has had blocks
         self.num_unfinished = request.num_choices
         self.last_reason: FinishReason | None = None
+
+
+def _end_ids(sampling: SamplingParams, limits: EngineLimits) -> frozenset[int]:
+    eos = () if sampling.ignore_eos else limits.eos_token_ids
+    return frozenset((*sampling.stop_token_ids, *(token for token in eos if 0 <= token < limits.vocab_size)))
 
 
 def validate(request: GenerateRequest, limits: EngineLimits) -> None:
@@ -120,6 +122,11 @@ def _check_sampling(sampling: SamplingParams, limits: EngineLimits) -> None:
     if type(sampling.ignore_eos) is not bool:
         raise _refused("ignore_eos", sampling.ignore_eos, "true or false")
     _check_token_ids("stop_token_ids", sampling.stop_token_ids, limits)
+    if sampling.min_tokens > 0 and len(_end_ids(sampling, limits)) == limits.vocab_size:
+        raise RequestRefused(
+            f"stop_token_ids names every token: none is left for the first {sampling.min_tokens} (min_tokens).",
+            param="stop_token_ids",
+        )
     _check_token_ids("logit_bias", (token for token, _ in sampling.logit_bias), limits)
     for _, bias in sampling.logit_bias:
         _check_number("logit_bias", bias, -100.0, 100.0)

@@ -101,6 +101,16 @@ def test_messages_carry_the_value_and_the_place() -> None:
     )
 
 
+def test_min_tokens_needs_a_token_that_does_not_end() -> None:
+    every = tuple(token for token in range(VOCAB) if token not in LIMITS.eos_token_ids)
+    refused = _refusal({}, {"min_tokens": 1, "stop_token_ids": every})
+    assert (refused.code, refused.param) == ("invalid_value", "stop_token_ids")
+    accepted: list[dict[str, Any]] = [{"min_tokens": 0}, {"min_tokens": 1, "ignore_eos": True}]
+    for sampling in accepted:
+        params = replace(GOOD.sampling, stop_token_ids=every, **sampling)
+        validate(replace(GOOD, sampling=params), LIMITS)
+
+
 def test_context_length_names_all_numbers() -> None:
     refused = _refusal({"prompt_token_ids": numbers(60)}, {"max_tokens": 5})
     assert (refused.code, refused.param) == ("context_length_exceeded", "max_tokens")
