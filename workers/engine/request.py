@@ -124,7 +124,7 @@ def _check_sampling(sampling: SamplingParams, limits: EngineLimits) -> None:
     _check_token_ids("stop_token_ids", sampling.stop_token_ids, limits)
     if sampling.min_tokens > 0 and len(_end_ids(sampling, limits)) == limits.vocab_size:
         raise RequestRefused(
-            f"stop_token_ids names every token: none is left for the first {sampling.min_tokens} (min_tokens).",
+            f"stop_token_ids names every token: none is left for the first {sampling.min_tokens}.",
             param="stop_token_ids",
         )
     _check_token_ids("logit_bias", (token for token, _ in sampling.logit_bias), limits)
