@@ -75,7 +75,8 @@ class Checkpoint:
 
     @property
     def model_hash(self) -> str:
-        """Identity of the checkpoint from config, tensor headers and sizes; quick, does not read weights."""
+        """Digest of config, tensor headers and sizes. Quick, but the same for two trainings of one shape:
+        `content_hash` tells those apart."""
         digest = sha256((self.folder / "config.json").read_bytes())
         for header in self._headers:
             digest.update(header.file_bytes.to_bytes(8, "little") + header.digest_input)
