@@ -1,4 +1,4 @@
-"""Prints what the group directories of a cluster hold, as one JSON list. A program of its own.
+"""Prints what the group directories of a cluster hold, a JSON list as its last line. A program of its own.
 
 Ray reads whether a cluster wants a token from the environment while it is imported, and a driver's messages
 go where they please; a child process with its own environment keeps both away from the caller.
@@ -45,7 +45,11 @@ def read_entries(gcs_address: str, applications: Sequence[str]) -> list[GroupEnt
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise ProbeError(f"Ray at {address} cannot be asked: {lines[-1][:300] if lines else 'no message'}")
-    return msgspec.json.decode(done.stdout, type=list[GroupEntry])
+    try:
+        # Ray may write lines of its own before.
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[GroupEntry])
+    except (IndexError, msgspec.MsgspecError) as error:
+        raise ProbeError(f"Ray at {address} cannot be asked: the answer is not readable ({error})") from error
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,8 +75,8 @@ def main(arguments: Sequence[str]) -> int:
             continue
         listing = ray.get(directory.listing.remote(None, 0.0), timeout=_TIMEOUT_S / 2)
         entries += [replace(entry, secret=b"") for entry in listing.entries]
-    print(msgspec.json.encode(entries).decode())
     ray.shutdown()
+    print(msgspec.json.encode(entries).decode())
     return 0
 
 

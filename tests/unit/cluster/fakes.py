@@ -31,6 +31,7 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.details: dict[str, Any] = {"applications": {}}
+        self.answers_dashboard = True
         self.puts: list[Any] = []  # bodies of deployments
         self.chats: list[Any] = []  # bodies of chat requests
         self.pieces: list[str] = ["Paris", ".", " Yes"]
@@ -77,7 +78,7 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 match self.path:
-                    case "/api/serve/applications/":
+                    case "/api/serve/applications/" if server.answers_dashboard:
                         self._answer(server.details)
                     case "/v1/models":
                         self._answer({"data": [{"id": "Fake"}]})
