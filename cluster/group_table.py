@@ -65,7 +65,7 @@ class GroupRow:
     running: int | None = None
     waiting: int | None = None
     kv_percent: float | None = None
-    restarts: int | None = None  # starts of the ranks after the first
+    restarts: int | None = None  # groups of its pool that ended in failure so far
     epoch: int | None = None
     age_s: float | None = None
     reason: str = ""  # why it is not ready
@@ -192,7 +192,7 @@ def _row(
         running=load.running if load is not None else None,
         waiting=load.waiting if load is not None else None,
         kv_percent=load.kv_percent if load is not None else None,
-        restarts=entry.epoch - 1 if entry is not None else None,
+        restarts=entry.restarts if entry is not None else None,
         epoch=entry.epoch if entry is not None else None,
         age_s=now - started if started else None,
         reason=reason,

@@ -11,8 +11,9 @@ know: when it dies, the next renewal makes a new one and every front registers a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from workers.types import GroupId, Role
@@ -46,6 +47,7 @@ class GroupEntry:
     front_pid: int = 0
     rank_pids: tuple[int, ...] = ()
     node_ids: tuple[str, ...] = ()  # Ray's ids of the machines of the ranks
+    restarts: int = 0  # groups of this pool that ended in failure so far; filled in by the directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class GroupDirectory:
         self._clock = clock
         self._entries: dict[GroupId, GroupEntry] = {}
         self._expires: dict[GroupId, float] = {}
+        self._failures: Counter[str] = Counter()  # by pool
         self._version = 0
 
     def register(self, entry: GroupEntry) -> None:
@@ -75,6 +78,8 @@ class GroupDirectory:
             return
         self._expires[entry.group_id] = self._clock() + self._lease_s
         if known != entry:
+            if entry.phase is GroupPhase.FAILED and (known is None or known.phase is not GroupPhase.FAILED):
+                self._failures[entry.pool] += 1
             self._entries[entry.group_id] = entry
             self._version += 1
 
@@ -96,12 +101,16 @@ class GroupDirectory:
         """Remove entries whose lease ran out."""
         now = self._clock()
         for group_id in [group_id for group_id, end in self._expires.items() if end <= now]:
+            if self._entries[group_id].phase in (GroupPhase.LOADING, GroupPhase.READY):
+                self._failures[self._entries[group_id].pool] += 1  # the front died without a word
             self._drop(group_id)
 
     def listing(self) -> GroupListing:
         """The groups with a valid lease, by id."""
         self.expire()
-        entries = tuple(self._entries[group_id] for group_id in sorted(self._entries))
+        entries = tuple(
+            replace(entry, restarts=self._failures[entry.pool]) for _, entry in sorted(self._entries.items())
+        )
         return GroupListing(directory_id=self._id, version=self._version, entries=entries)
 
     def _drop(self, group_id: GroupId) -> None:

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
-from cluster.cli.services import Services, services_of
+from cluster.cli.services import services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
 from cluster.config_tree import EMBEDDED_MODEL
 from cluster.launch import Progress, Report
 from cluster.problems import ConfigError, Problem
-from cluster.running import RunningCluster
+from cluster.running import RunningCluster, process_start
 from cluster.serve_api import ServeApi, ServeApiError
 from cluster.validate import Deployment, check_model, load_deployment
 
@@ -139,7 +139,7 @@ def down(context: typer.Context, dashboard: DashboardOption = None, as_json: Jso
             phases.start(f"ending tandem serve (process {running.pid})")
             with suppress(ProcessLookupError):
                 os.kill(running.pid, signal.SIGTERM)
-            while not _has_ended(services, api, running):
+            while not _has_ended(api, running):
                 _wait_until(deadline, f"tandem serve (process {running.pid}) did not end")
         else:
             names = sorted(api.details().get("applications", {}))
@@ -190,9 +190,9 @@ def _immutable(path: str, old: object, new: object, file: str) -> Problem:
     )
 
 
-def _has_ended(services: Services, api: ServeApi, running: RunningCluster) -> bool:
+def _has_ended(api: ServeApi, running: RunningCluster) -> bool:
     """Whether a `tandem serve` has taken back what it started: the cluster, or what it put on another's."""
-    if services.running(api) is not None:
+    if process_start(running.pid) == running.process_start:
         return False
     return not (api.is_reachable() if running.gcs_address else api.details().get("applications"))
 

@@ -18,7 +18,9 @@ class FakeClock:
         return self.now
 
 
-def make_entry(name: str = "unified-a", *, epoch: int = 1, phase: GroupPhase = GroupPhase.READY) -> GroupEntry:
+def make_entry(
+    name: str = "unified-a", *, epoch: int = 1, phase: GroupPhase = GroupPhase.READY
+) -> GroupEntry:
     return GroupEntry(
         group_id=GroupId(name), replica_id="a", pool="unified", role=Role.UNIFIED, epoch=epoch, phase=phase
     )
@@ -68,3 +70,22 @@ def test_what_an_older_epoch_says_is_ignored() -> None:
     assert directory.listing().entries == ()
     directory.withdraw(GroupId("unified-a"), 2)
     assert directory.listing().version == 2
+
+
+def test_failures_of_a_pool_are_counted_once_each() -> None:
+    directory, clock = make_directory()
+    directory.register(make_entry("a"))
+    assert directory.listing().entries[0].restarts == 0
+    for _ in range(2):  # a front may say so again
+        directory.register(make_entry("a", phase=GroupPhase.FAILED))
+    directory.withdraw(GroupId("a"), 1)
+    directory.register(make_entry("b"))
+    assert directory.listing().entries[0].restarts == 1
+    clock.now += 11.0  # the front of b is gone without a word
+    directory.register(make_entry("c"))
+    directory.expire()
+    assert [(entry.group_id, entry.restarts) for entry in directory.listing().entries] == [("c", 2)]
+    directory.register(make_entry("c", phase=GroupPhase.DRAINING))
+    clock.now += 11.0  # an end that was wanted
+    directory.register(make_entry("d"))
+    assert [(entry.group_id, entry.restarts) for entry in directory.listing().entries] == [("d", 2)]

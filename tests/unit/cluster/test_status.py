@@ -33,6 +33,7 @@ def entry(replica_id: str, phase: GroupPhase = GroupPhase.READY, reason: str = "
         phase=phase,
         reason=reason,
         rank_pids=(21, 22),
+        restarts=1,
     )
 
 
@@ -56,6 +57,7 @@ def test_a_ready_group_has_its_ranks_and_its_load() -> None:
     assert (router.group, router.role, router.state, router.front_pid) == ("r1", "router", "ready", 11)
     assert (first.group, first.role, first.rank_pids) == ("unified-u1", "unified", (21, 22))
     assert (first.running, first.waiting, first.kv_percent, first.age_s) == (3, 2, 25.0, 60.0)
+    assert (first.restarts, router.restarts) == (1, None)
     assert (second.running, second.kv_percent, second.reason) == (None, None, "")
 
 
