@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 
 from workers.config import GroupConfig
 from workers.engine.engine import Engine
@@ -27,10 +28,16 @@ from workers.types import GroupInfo
 class LeaderHost:
     """Rank 0: the engine's thread, and the server that streams its tokens."""
 
-    def __init__(self, start: GroupStart, *, host: str) -> None:
-        """host: IPv4 address of this machine that routers and the other ranks can reach."""
+    def __init__(
+        self, start: GroupStart, *, host: str, end_process: Callable[[str], None] = exit_process
+    ) -> None:
+        """host: IPv4 address of this machine that routers and the other ranks can reach.
+
+        end_process is called in the watchdog's thread after a rank is lost: this process belongs to its group.
+        """
         self._start = start
         self._host = host
+        self._end_process = end_process
         self._asyncio_loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = self._asyncio_loop.create_future()
         self._leader = Leader(start.config, host=host, on_failure=self._on_failure)
@@ -83,9 +90,7 @@ class LeaderHost:
 
     async def stop(self, reason: str, timeout_s: float = 5.0) -> None:
         """End requests with the reason, then the engine, then the other ranks."""
-        self._end(reason)
-        if self._server is not None:
-            await self._server.stop(reason)
+        await self._dismiss(reason)
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.stop, timeout_s)
         await asyncio.to_thread(self._leader.close)
@@ -115,9 +120,17 @@ class LeaderHost:
             self._asyncio_loop.call_soon_threadsafe(self._end, output.failure)
 
     def _on_failure(self, reason: str) -> None:
-        """From the watchdog's thread, when a rank is lost: say so, then end the process."""
-        self._asyncio_loop.call_soon_threadsafe(self._end, reason)
-        exit_process(reason)
+        """From the watchdog's thread, when a rank is lost: say so, then end the process.
+
+        The engine's thread may be stuck in a collective, so the server says it without the engine.
+        """
+        asyncio.run_coroutine_threadsafe(self._dismiss(reason), self._asyncio_loop)
+        self._end_process(reason)
+
+    async def _dismiss(self, reason: str) -> None:
+        self._end(reason)
+        if self._server is not None:
+            await self._server.stop(reason)
 
     def _end(self, reason: str) -> None:
         if not self._ended.done():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from workers.channel import Channel, ClientIdentity, HandshakeFailed, connect
 from workers.types import GenerateRequest, GroupInfo, GroupStats, RequestId
-from workers.wire import Accepted, Message, Ping, Pong, Refused, Stats, Submit, WireError
+from workers.wire import Accepted, Goodbye, Message, Ping, Pong, Refused, Stats, Submit, WireError
 
 
 class SubmitRefused(Exception):
@@ -39,6 +39,7 @@ class SubmitClient:
         self._channel: Channel | None = None
         self._answers: dict[RequestId, asyncio.Future[None]] = {}
         self._stats = GroupStats()
+        self._goodbye = ""  # rank 0's last words; the end of the connection follows
 
     async def connect(self, host: str, port: int, timeout_s: float = 5.0) -> GroupInfo:
         """Connects and greets; afterwards requests can be submitted. Raises HandshakeFailed."""
@@ -103,7 +104,9 @@ class SubmitClient:
                 self._stats = message.stats
             case Ping():
                 channel.send(Pong())
-            case _:  # WELCOME; GOODBYE is followed by the end of the connection
+            case Goodbye():
+                self._goodbye = message.reason
+            case _:  # WELCOME
                 pass
 
     def _settle(self, request_id: RequestId, refusal: SubmitRefused | None) -> None:
@@ -116,6 +119,7 @@ class SubmitClient:
             answer.set_exception(refusal)
 
     def _closed(self, _channel: Channel, reason: str) -> None:
+        reason = self._goodbye or reason
         for request_id in list(self._answers):
             self._settle(request_id, SubmitRefused(f"rank 0 is gone: {reason}", code="group_failed"))
         if self._on_lost is not None:
