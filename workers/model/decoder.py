@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from workers.kernels import Kernels, StepBatch, kernels_for
 from workers.model.architecture import Activation, ModelSpec
 from workers.model.checkpoint import Checkpoint
+from workers.model.fused import fuse
 from workers.model.layers import DecoderWeights, Layer
 from workers.model.loader import load_weights
 from workers.model.parallel import TensorParallel
@@ -46,6 +47,7 @@ class Decoder:
         self.num_kv_heads = len(spec.kv_heads_of_rank(parallel.rank, parallel.size))
         self._weights = weights
         self._kernels = kernels
+        self._fused = fuse(spec, weights, kernels, parallel)
         self._is_first_rank = parallel.rank == 0
 
     @torch.inference_mode()
@@ -59,6 +61,8 @@ class Decoder:
         if weights.positions is not None:
             residual = residual + F.embedding(batch.positions, weights.positions)
         cos, sin = weights.rotary.rows(batch) if weights.rotary is not None else (None, None)
+        if self._fused is not None:
+            return self._fused(residual, cos, sin, batch, kv)
         keys, values = kv[:, :, :, 0].unbind(2), kv[:, :, :, 1].unbind(2)
         normed = weights.layers[0].attention_norm(residual)
         last = len(weights.layers) - 1

@@ -20,6 +20,10 @@ class Norm:
         self._bias = bias
         self._eps = eps
 
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._weight
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, hidden)."""
         if self._bias is None:

@@ -58,6 +58,11 @@ class RowParallelLinear:
         self._linear = linear
         self._parallel = parallel
 
+    @property
+    def linear(self) -> PackedLinear:
+        """The part of this rank, without the collective."""
+        return self._linear
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, inputs of this rank) -> (T, outputs), equal on all ranks."""
         return self._parallel.all_reduce(self._linear(x))
@@ -90,6 +95,11 @@ class VocabParallelHead:
         self._linear = linear
         self._widths = widths
         self._parallel = parallel
+
+    @property
+    def linear(self) -> PackedLinear:
+        """The part of this rank, without the collective."""
+        return self._linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """x (R, hidden) -> logits (R, vocabulary) float32 on rank 0, None elsewhere."""
