@@ -1,7 +1,7 @@
 """What runs on a cluster, joined from the three places that know a part of it.
 
     Serve's controller   deployments and replicas: state, node, age, what is wanted, what went wrong
-    group directory      groups: phase, reason, epoch, process ids of the ranks
+    group directory      groups: phase, reason, restarts, process ids of the ranks
     router's /metrics    load: running, waiting, KV blocks
 
 Each may be away: a row then has None where nobody could say. Pure: everything comes as arguments.
@@ -66,7 +66,6 @@ class GroupRow:
     waiting: int | None = None
     kv_percent: float | None = None
     restarts: int | None = None  # groups of its pool that ended in failure so far
-    epoch: int | None = None
     age_s: float | None = None
     reason: str = ""  # why it is not ready
 
@@ -193,7 +192,6 @@ def _row(
         waiting=load.waiting if load is not None else None,
         kv_percent=load.kv_percent if load is not None else None,
         restarts=entry.restarts if entry is not None else None,
-        epoch=entry.epoch if entry is not None else None,
         age_s=now - started if started else None,
         reason=reason,
     )

@@ -42,11 +42,8 @@ class GroupEntry:
     epoch: int
     phase: GroupPhase
     address: tuple[str, int] | None = None  # rank 0's socket for routers; None before it listens
-    secret: bytes = b""  # what a router proves to know on that socket; new for every group
     reason: str = ""  # why, when failed; what it is doing, when loading
-    front_pid: int = 0
     rank_pids: tuple[int, ...] = ()
-    node_ids: tuple[str, ...] = ()  # Ray's ids of the machines of the ranks
     restarts: int = 0  # groups of this pool that ended in failure so far; filled in by the directory
 
 

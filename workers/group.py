@@ -128,12 +128,7 @@ class WorkerGroup:
         entry = self._lease.entry
         places = await self._ranks.start()
         self._lease.change(
-            replace(
-                entry,
-                reason="loading the model",
-                rank_pids=tuple(place.pid for place in places),
-                node_ids=tuple(place.node_id for place in places),
-            )
+            replace(entry, reason="loading the model", rank_pids=tuple(place.pid for place in places))
         )
         loaded = await self._ranks.load()
         identity = ClientIdentity(client_id=f"front-{entry.group_id}", secret=secret, subscribes=False)

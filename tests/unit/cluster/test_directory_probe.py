@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -52,7 +51,6 @@ ENTRY = GroupEntry(
     epoch=2,
     phase=GroupPhase.READY,
     address=("127.0.0.1", 5),
-    secret=b"never shown",
     rank_pids=(1, 2),
 )
 
@@ -72,8 +70,8 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_entries_come_without_secrets_and_absent_directories_are_empty(ray: Path) -> None:
-    assert read_entries("127.0.0.1:6380", ["other", "tandem"]) == [replace(ENTRY, secret=b"")]
+def test_entries_come_and_absent_directories_are_empty(ray: Path) -> None:
+    assert read_entries("127.0.0.1:6380", ["other", "tandem"]) == [ENTRY]
     address, options = json.loads((ray / "init.json").read_text())
     assert (address, options["_node_ip_address"], options["token"]) == ("127.0.0.1:6380", "127.0.0.1", None)
     assert options["log_to_driver"] is False
