@@ -33,7 +33,7 @@ class LeaderHost:
     ) -> None:
         """host: IPv4 address of this machine that routers and the other ranks can reach.
 
-        end_process is called in the watchdog's thread after a rank is lost: this process belongs to its group.
+        end_process is called in the watchdog's thread when a rank is lost: the process belongs to its group.
         """
         self._start = start
         self._host = host
