@@ -4,8 +4,9 @@
   left (measured: 1 to 4 of 6 clients of unstreamed requests), so the engine would go on for nobody. `-dS`
   turns splicing off.
 - Its statistics listen on all interfaces; here they listen on loopback.
-- While no application is deployed, which is so during start and stop, every path is answered with 404, as if
-  the client had asked for something wrong; here with 503, as what it is.
+- While no application is deployed or no router replica runs, which is so during start and stop, every path
+  is answered with 404 in plain text, by HAProxy or by Serve's proxy behind it, as if the client had asked for
+  something wrong; here with 503, as what it is. (The router's own 404s are JSON.)
 
 `tandem serve` starts its cluster with the wrapper. For a cluster that something else starts,
 
@@ -29,6 +30,8 @@ previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
     sed -i -e 's/^\\( *bind \\)\\*:/\\1127.0.0.1:/' -e 's/^\\( *bind \\):/\\1127.0.0.1:/' "$argument"
+    sed -i -e '/^ *server SERVE_PROXY_ACTOR-fallback/i http-response return status ANSWER \
+if { status 404 } { res.hdr(content-type) -m beg text/plain }' "$argument"
     grep -q '^ *use_backend ' "$argument" ||
       sed -i -e 's|^\\( *http-request return status \\)404 .*not found\\. Ping .*|\\1ANSWER|' "$argument"
   fi

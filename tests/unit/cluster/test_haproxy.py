@@ -67,6 +67,17 @@ def test_an_unknown_path_beside_an_application_stays_unknown(wrapped: tuple[Path
     assert "return status 404" in check(wrapper, config)
 
 
+def test_plain_404s_of_serves_proxy_are_503(wrapped: tuple[Path, Path]) -> None:
+    wrapper, config = wrapped
+    config.write_text(
+        CONFIG + "backend app\n    server SERVE_PROXY_ACTOR-fallback-abc 127.0.0.1:8500 backup\n"
+    )
+    rules = [line for line in check(wrapper, config).splitlines() if "http-response return" in line]
+    (rule,) = rules
+    assert rule.startswith("http-response return status 503 ")
+    assert rule.endswith("if { status 404 } { res.hdr(content-type) -m beg text/plain }")
+
+
 def test_splicing_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     binary = tmp_path / "bin"
     binary.write_text('#!/bin/sh\necho "$@"\n')
