@@ -1,15 +1,15 @@
 """A rank of a group as a Ray actor. The front makes it inside its placement group and never imports torch.
 
-Life cycle, driven by the front: `open` (rank 0 says where the ranks meet) -> `load` on all ranks at once ->
-`run` (returns or raises when the rank is over) -> on rank 0 `drain`, `stop`. The process belongs to the rank:
-when its group breaks, it ends itself.
+Life cycle, driven by the front: `place` (torch begins to load) -> `open` (rank 0 says where the ranks meet)
+-> `load` on all ranks at once -> `run` (until the rank is over) -> on rank 0 `drain`, `stop`.
+The process belongs to the rank: when its group breaks, it ends itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -27,19 +27,22 @@ class RankActor:
         self._start = start
         self._rank = rank
         self._host_address = "127.0.0.1" if start.on_loopback else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._host_module: asyncio.Task[Any] | None = None  # workers.rank_host, while torch loads
         self._leader: LeaderHost | None = None
         self._follower: FollowerHost | None = None
         self._following: asyncio.Task[None] | None = None
 
     async def place(self) -> RankPlace:
-        """Where this process is."""
+        """Where this process is. The first call: torch begins to load, on all ranks at once."""
+        # Loading torch takes seconds, and only rank processes may do it: here, not at the top of a module
+        # that the front imports, and in a thread, so that the process answers meanwhile.
+        self._host_module = asyncio.create_task(asyncio.to_thread(_import_rank_host))
         return RankPlace(pid=os.getpid(), node_id=ray.get_runtime_context().get_node_id())
 
     async def open(self) -> Rendezvous | None:
         """Rank 0: open the ports where the ranks meet; None for a group of one."""
-        # Loading torch takes seconds, and only rank processes may do it: here, not at the top of a module
-        # that the front imports, and in a thread, so that the process answers meanwhile.
-        host_module = await asyncio.to_thread(_import_rank_host)
+        assert self._host_module is not None, "place() first"
+        host_module = await self._host_module
         self._leader = host_module.LeaderHost(self._start, host=self._host_address)
         return self._leader.rendezvous
 
@@ -49,8 +52,8 @@ class RankActor:
             assert self._leader is not None, "open() first"
             info = await asyncio.to_thread(self._leader.load)
             return LoadedGroup(info=info, address=await self._leader.listen())
-        assert rendezvous is not None
-        host_module = await asyncio.to_thread(_import_rank_host)
+        assert rendezvous is not None and self._host_module is not None, "place() first"
+        host_module = await self._host_module
         self._follower = host_module.FollowerHost(self._start.config, self._rank, rendezvous)
         await asyncio.to_thread(self._follower.load)
         # Rank 0 ends its load with a step of all ranks, so following begins at once.
