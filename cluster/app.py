@@ -110,8 +110,7 @@ def _model_problems(config: TandemConfig, model: ModelConfig) -> Iterable[Proble
         hint = "the folder must be there, under this path, on every machine of the cluster"
         yield Problem(path="model.path", message=str(error), got=repr(config.model.path), hint=hint)
         return
-    for name in config.pools.names():
-        pool: PoolConfig = getattr(config.pools, name)
+    for name, pool in config.pools.by_name().items():
         try:
             check_tensor_parallel(checkpoint.spec, pool.tensor_parallel)
         except TensorParallelError as error:
@@ -122,8 +121,7 @@ def _model_problems(config: TandemConfig, model: ModelConfig) -> Iterable[Proble
 def _resource_problems(config: TandemConfig) -> Iterable[Problem]:
     """Groups that the machines known now can never hold."""
     available = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's
-    for name in config.pools.names():
-        pool: PoolConfig = getattr(config.pools, name)
+    for name, pool in config.pools.by_name().items():
         needed: dict[str, float] = {}
         for bundle in pool.bundles():
             for resource, amount in bundle.items():

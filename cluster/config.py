@@ -239,8 +239,7 @@ def _cross_problems(config: TandemConfig) -> Iterable[Problem]:
     """Values that are legal alone but not together."""
     if not config.model.path:
         yield Problem(path="model.path", message="is empty", hint=f"give a folder, or {EMBEDDED_MODEL}")
-    for name in config.pools.names():
-        pool: PoolConfig = getattr(config.pools, name)
+    for name, pool in config.pools.by_name().items():
         length, cache = config.model.max_model_len, pool.cache
         if (
             length is not None

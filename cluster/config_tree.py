@@ -75,9 +75,9 @@ class PoolsConfig(BaseModel):
     model_config = _STRICT
     unified: PoolConfig = Field(default_factory=PoolConfig)  # prompt and generation in the same group
 
-    def names(self) -> list[str]:
-        """Names of the pools, which are also names of their Serve deployments."""
-        return list(type(self).model_fields)
+    def by_name(self) -> dict[str, PoolConfig]:
+        """The pools; their names are also those of their Serve deployments."""
+        return dict(self)
 
 
 class RouterConfig(BaseModel):

@@ -203,7 +203,7 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
             hint=problem.hint,
             line=tree.line_of(path),
         )
-    names: Sequence[str] = [ROUTER_DEPLOYMENT, *(config.pools.names() if config else ("unified",))]
+    names: Sequence[str] = [ROUTER_DEPLOYMENT, *(config.pools.by_name() if config else ("unified",))]
     deployments = app.get("deployments")
     seen: dict[str, int] = {}
     for i, deployment in enumerate(deployments if isinstance(deployments, list) else []):

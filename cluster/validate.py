@@ -48,11 +48,10 @@ class Deployment:
 
     def num_cpus(self) -> int:
         """CPUs that its groups set aside together."""
-        pools = self.config.pools
         total: float = sum(
             self.num_replicas.get(name, 1) * bundle["CPU"]
-            for name in pools.names()
-            for bundle in getattr(pools, name).bundles()
+            for name, pool in self.config.pools.by_name().items()
+            for bundle in pool.bundles()
         )
         return math.ceil(total)
 
@@ -115,9 +114,9 @@ def check_model(deployment: Deployment) -> Checkpoint | None:
                 file=place,
             )
         )
-    for name in config.pools.names():
+    for name, pool in config.pools.by_name().items():
         try:
-            check_tensor_parallel(checkpoint.spec, getattr(config.pools, name).tensor_parallel)
+            check_tensor_parallel(checkpoint.spec, pool.tensor_parallel)
         except TensorParallelError as error:
             path = f"pools.{name}.tensor_parallel"
             problems.append(Problem(path=path, message=str(error), file=place))

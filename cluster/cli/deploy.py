@@ -100,9 +100,9 @@ def validate(
         pools = {
             name: {
                 "groups": deployment.num_replicas.get(name, 1),
-                "tensor_parallel": getattr(deployment.config.pools, name).tensor_parallel,
+                "tensor_parallel": pool.tensor_parallel,
             }
-            for name in deployment.config.pools.names()
+            for name, pool in deployment.config.pools.by_name().items()
         }
         if as_json:
             terminal.emit(

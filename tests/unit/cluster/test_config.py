@@ -25,7 +25,7 @@ def pool(**settings: Any) -> dict[str, Any]:
 def test_an_empty_tree_is_the_embedded_model_in_one_pool() -> None:
     config = parse_config({})
     assert config.model.path == "embedded"
-    assert config.pools.names() == ["unified"]
+    assert list(config.pools.by_name()) == ["unified"]
     assert config.pools.unified.bundles() == [{"CPU": 1.0}]
     assert config.router.placement_policy() == PolicyConfig(policy=PlacementPolicy.PREFIX)
 
