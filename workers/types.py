@@ -97,7 +97,7 @@ class GroupInfo:
     """What a group is. Constant for one epoch (one start of its ranks)."""
 
     group_id: GroupId
-    epoch: int  # grows with every rebuild of the group; fences off what an old one still says
+    epoch: int  # counts starts under one group_id; 1 in a cluster, where a rebuilt group gets a new id
     role: Role
     model: str
     model_hash: str
