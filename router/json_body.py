@@ -1,7 +1,8 @@
 """Request bodies: read with limits, then parsed as strict JSON.
 
 Strict means RFC 8259 and more: UTF-8, an object at the top, no NaN or Infinity, no key twice in one object,
-no unpaired surrogate, bounded depth and number of keys. Every refusal carries the byte offset of its cause.
+no unpaired surrogate, bounded depth and number of parts (keys, and array elements other than numbers), since
+parsing runs on the event loop. Every refusal carries the byte offset of its cause.
 
 Covered elsewhere: types and ranges of the fields (`router.protocol`).
 """
@@ -140,21 +141,23 @@ def _refuse(what: str, offset: int) -> NoReturn:
 
 
 def _scan(body: bytes, max_depth: int, max_keys: int) -> None:
-    """Finds the first place that is too deep, a key too many, a key twice, or NaN or Infinity."""
+    """Finds the first place that is too deep, a part too many, a key twice, or NaN or Infinity."""
     # One entry per open container: the keys of an object, None for an array.
     open_keys: list[set[str] | None] = []
-    num_keys = 0
+    num_parts = 0
     for match in _TOKEN.finditer(body):
         token = match.group()
         first = token[:1]
-        if first == b'"':
-            if match["colon"] is None or not open_keys:
-                continue
-            num_keys += 1
-            if num_keys > max_keys:
+        is_key = first == b'"' and match["colon"] is not None and bool(open_keys)
+        is_element = first in b'"{[' and bool(open_keys) and open_keys[-1] is None
+        if is_key or is_element:
+            num_parts += 1
+            if num_parts > max_keys:
                 raise invalid(
-                    f"JSON with more than {max_keys} keys (at byte {match.start()}).", code="json_too_large"
+                    f"JSON with more than {max_keys} keys and array elements (at byte {match.start()}).",
+                    code="json_too_large",
                 )
+        if is_key:
             keys = open_keys[-1]
             key = _decode_key(body[match.start() : match.start("closed") + 1])
             if keys is None or key is None:
@@ -171,7 +174,7 @@ def _scan(body: bytes, max_depth: int, max_keys: int) -> None:
         elif first in (b"}", b"]"):
             if open_keys:
                 open_keys.pop()
-        else:
+        elif first != b'"':
             _refuse(f"{token.decode('ascii')} is not a JSON number", match.start())
 
 

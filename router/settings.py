@@ -22,7 +22,7 @@ class RouterSettings:
     max_header_bytes: int = 16 << 10
     body_timeout_s: float = 30.0  # for the whole body to arrive
     max_json_depth: int = 64
-    max_json_keys: int = 100_000
+    max_json_keys: int = 100_000  # and array elements other than numbers
     max_prompts: int = 32  # prompts in one completions request
     max_choices: int = 8  # `n` and `best_of`
     max_logprobs: int = 20
