@@ -94,12 +94,12 @@ class AdmittedRequest:
         self._tenant = tenant
         self._num_tokens = num_tokens
         self._admitted_at = admitted_at
-        self._is_queued = True
+        self.is_queued = True  # no token yet
 
     def first_token(self) -> None:
         """The request has left the queue. Only the first call counts."""
-        if self._is_queued:
-            self._is_queued = False
+        if self.is_queued:
+            self.is_queued = False
             waited_s = self._admission._clock() - self._admitted_at
             self._admission._leave_queue(self._num_tokens, waited_s)
 
@@ -109,7 +109,7 @@ class AdmittedRequest:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_queued:
-            self._is_queued = False
+        if self.is_queued:
+            self.is_queued = False
             self._admission._leave_queue(self._num_tokens, None)
         self._admission._leave(self._tenant)

@@ -90,8 +90,7 @@ class AnswerWriter:
         }
         chunk_top = {**self._top, "object": "chat.completion.chunk"} if self._is_chat else self._top
         self._head = f"data: {_dumps(chunk_top)[:-1]},"
-        null_usage = work.include_usage and not work.continuous_usage
-        self._tail = ',"usage":null}\n\n' if null_usage else "}\n\n"
+        self._fixed_tail = ',"usage":null}\n\n' if work.include_usage else "}\n\n"
 
     # Whole answers.
 
@@ -158,7 +157,13 @@ class AnswerWriter:
 
     # Streams.
 
-    def begin(self, index: int, prompt_index: int, prompt: PromptAnswer) -> bytes:
+    def _tail(self, usage: Usage) -> str:
+        """The end of every chunk: its usage so far, if that is asked for."""
+        if self._work.continuous_usage:
+            return f',"usage":{_dumps(usage.json())}}}\n\n'
+        return self._fixed_tail
+
+    def begin(self, index: int, prompt_index: int, prompt: PromptAnswer, usage: Usage) -> bytes:
         """The first event of a choice: chat's role chunk; of completions the echoed prompt, if asked for."""
         if self._is_chat:
             delta = (
@@ -167,7 +172,7 @@ class AnswerWriter:
             ids = (
                 f',"prompt_token_ids":{_dumps(self._work.prompts[0])}' if self._work.return_token_ids else ""
             )
-            return f'{self._head}{delta},"finish_reason":null}}]{ids}{self._tail}'.encode("ascii")
+            return f'{self._head}{delta},"finish_reason":null}}]{ids}{self._tail(usage)}'.encode("ascii")
         if prompt.echo is None and not self._work.return_token_ids:
             return b""
         text = "" if prompt.echo is None else prompt.echo.text
@@ -179,12 +184,11 @@ class AnswerWriter:
         )
         return (
             f'{self._head}"choices":[{{"index":{index},"text":{_dumps(text)},"logprobs":{logprobs},'
-            f'"finish_reason":null{ids}}}]{self._tail}'
+            f'"finish_reason":null{ids}}}]{self._tail(usage)}'
         ).encode("ascii")
 
-    def tokens(self, index: int, delta: Delta, usage: Usage | None) -> bytes:
-        """The event of some tokens; empty when there is nothing to tell. `usage`: so far, if it is asked
-        for."""
+    def tokens(self, index: int, delta: Delta, usage: Usage) -> bytes:
+        """The event of some tokens; empty when there is nothing to tell."""
         details = self._work.num_logprobs is not None or self._work.return_token_ids
         if not delta.text and not (details and delta.token_ids):
             return b""
@@ -192,10 +196,9 @@ class AnswerWriter:
         content = f'"delta":{{"content":{text}}}' if self._is_chat else f'"text":{text}'
         logprobs = "null" if self._work.num_logprobs is None else _dumps(self._delta_logprobs(delta))
         ids = f',"token_ids":{_dumps(delta.token_ids)}' if self._work.return_token_ids else ""
-        tail = self._tail if usage is None else f',"usage":{_dumps(usage.json())}}}\n\n'
         return (
             f'{self._head}"choices":[{{"index":{index},{content},"logprobs":{logprobs},'
-            f'"finish_reason":null{ids}}}]{tail}'
+            f'"finish_reason":null{ids}}}]{self._tail(usage)}'
         ).encode("ascii")
 
     def _delta_logprobs(self, delta: Delta) -> dict[str, Any] | None:
@@ -203,13 +206,13 @@ class AnswerWriter:
             return self._chat_logprobs(delta.logprobs)
         return self._echoed_logprobs(0, PromptAnswer(), delta)
 
-    def end(self, index: int, delta: Delta) -> bytes:
+    def end(self, index: int, delta: Delta, usage: Usage) -> bytes:
         """The event with a choice's finish_reason."""
         content = '"delta":{}' if self._is_chat else '"text":""'
         return (
             f'{self._head}"choices":[{{"index":{index},{content},"logprobs":null,'
             f'"finish_reason":{_dumps(delta.finish_reason)},"stop_reason":{_dumps(delta.stop_reason)}}}]'
-            f"{self._tail}"
+            f"{self._tail(usage)}"
         ).encode("ascii")
 
     def usage(self, usage: Usage) -> bytes:

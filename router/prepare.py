@@ -82,7 +82,9 @@ class Preparer:
         work = self._work(request, arrival, limits, Endpoint.COMPLETIONS, prompts, budgets, request.logprobs)
         if not request.echo:
             return work
-        scored = request.logprobs if request.logprobs is not None else None if all(budgets) else 0
+        scored = request.logprobs
+        if scored is None and not all(budgets):
+            scored = 0  # without new tokens, scores are all that an engine can do
         sampling = tuple(replace(params, num_prompt_logprobs=scored) for params in work.sampling)
         return replace(work, echo=True, sampling=sampling)
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from router import metrics as metric
 from router.admission import Admission, AdmittedRequest
@@ -29,7 +29,7 @@ from router.protocol import parse_chat, parse_completion, parse_detokenize, pars
 from router.settings import RouterSettings
 from router.tokenizer import TextTokenizer
 from router.work import ModelLimits, Work
-from workers.types import FinishReason, GenerateRequest, RequestId, TokenChunk
+from workers.types import FinishReason, GenerateRequest, GroupInfo, RequestId, TokenChunk
 
 # Codes with which a group refuses a request as the client's mistake.
 _CLIENT_CODES = frozenset({"invalid_value", "context_length_exceeded", "kv_pool_too_small"})
@@ -43,14 +43,6 @@ _RETRY_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class _Event(NamedTuple):
-    """A delta of a choice. `usage`: of the request so far."""
-
-    choice: Choice
-    delta: Delta
-    usage: Usage
-
-
 @dataclass(slots=True)
 class _Progress:
     """What a request has got so far."""
@@ -59,7 +51,6 @@ class _Progress:
     prompts: list[PromptAnswer]
     usage: Usage
     unfinished: int
-    num_chunks: int = 0
     reasons: set[str] = field(default_factory=set)
 
 
@@ -115,15 +106,19 @@ class Service:
 
         While groups differ (a rolling update), what every one of them can serve.
         """
-        # One that is listed but not connected (just started, or dying) has said nothing of its model yet.
-        groups = [group for group in self._dispatcher.groups() if group.info.max_model_len > 0]
-        if not groups:
+        models = self._models()
+        if not models:
             raise self._unavailable("No worker group is up yet.", "no_ready_group", _RETRY_S)
         return ModelLimits(
-            vocab_size=min(group.info.vocab_size for group in groups),
-            max_model_len=min(group.info.max_model_len for group in groups),
-            model_hash=groups[0].info.model_hash,
+            vocab_size=min(info.vocab_size for info in models),
+            max_model_len=min(info.max_model_len for info in models),
+            model_hash=models[0].model_hash,
         )
+
+    def _models(self) -> list[GroupInfo]:
+        """What groups say of their model. One that is listed but not connected (just started, or dying) has
+        said nothing yet."""
+        return [group.info for group in self._dispatcher.groups() if group.info.max_model_len > 0]
 
     def load(self) -> dict[str, Any]:
         """Body of /load."""
@@ -152,7 +147,6 @@ class Service:
     def model(self, name: str) -> dict[str, Any]:
         """One model. Raises ApiError 404 for another name."""
         self._check_model(name)
-        groups = self._dispatcher.groups()
         return {
             "id": self._settings.model_name,
             "object": "model",
@@ -160,7 +154,7 @@ class Service:
             "owned_by": "tandem",
             "root": self._settings.model_name,
             "parent": None,
-            "max_model_len": min((group.info.max_model_len for group in groups), default=None),
+            "max_model_len": min((info.max_model_len for info in self._models()), default=None),
         }
 
     # Requests.
@@ -206,8 +200,8 @@ class Service:
         progress = self._progress(work)
         answers = [ChoiceAnswer(choice.prompt_index) for choice in progress.choices]
         async with aclosing(self._events(work, progress)) as events:
-            async for event in events:
-                answers[event.choice.index].add(event.delta)
+            async for choice, delta in events:
+                answers[choice.index].add(delta)
         return self._writer(work).whole(progress.prompts, answers, progress.usage)
 
     async def stream(self, work: Work) -> AsyncGenerator[bytes, None]:
@@ -217,23 +211,25 @@ class Service:
         """
         writer = self._writer(work)
         progress = self._progress(work)
-        begun = False
+        unbegun = dict.fromkeys(range(len(work.prompts)), b"")  # prompt -> events that wait for its first one
         async with aclosing(self._events(work, progress)) as events:
-            async for choice, delta, usage in events:
-                parts: list[bytes] = []
-                if not begun:
-                    begun = True
-                    parts += [
-                        writer.begin(other.index, other.prompt_index, progress.prompts[other.prompt_index])
-                        for other in progress.choices
-                    ]
-                parts.append(writer.tokens(choice.index, delta, usage if work.continuous_usage else None))
+            async for choice, delta in events:
+                event = writer.tokens(choice.index, delta, progress.usage)
                 if choice.is_finished:
-                    parts.append(writer.end(choice.index, delta))
-                if data := b"".join(parts):
-                    yield data
-        tail = writer.usage(progress.usage) + DONE if work.include_usage else DONE
-        yield tail
+                    event += writer.end(choice.index, delta, progress.usage)
+                index = choice.prompt_index
+                if index in unbegun:
+                    prompt = progress.prompts[index]
+                    if work.echo and work.num_logprobs is not None and prompt.logprobs is None:
+                        # Another choice has found the prompt cached: its scores are still to come.
+                        unbegun[index] += event
+                        continue
+                    choices = progress.choices[index * work.num_choices : (index + 1) * work.num_choices]
+                    begins = [writer.begin(other.index, index, prompt, progress.usage) for other in choices]
+                    event = b"".join((*begins, unbegun.pop(index), event))
+                if event:
+                    yield event
+        yield writer.usage(progress.usage) + DONE if work.include_usage else DONE
 
     # Inside.
 
@@ -271,8 +267,8 @@ class Service:
                     choice.start_at(len(echo.text))
         return _Progress(choices, prompts, Usage(work.num_prompt_tokens), unfinished=len(choices))
 
-    async def _events(self, work: Work, progress: _Progress) -> AsyncGenerator[_Event, None]:
-        """Deltas of all choices, until every choice has ended. Counts the request."""
+    async def _events(self, work: Work, progress: _Progress) -> AsyncGenerator[tuple[Choice, Delta], None]:
+        """(choice, what a chunk adds to it), until every choice has ended. Counts the request."""
         outcome = "aborted"
         with self.admission.admit(work.caller.tenant, work.num_prompt_tokens) as place:
             self.metrics.count(metric.PROMPT_TOKENS, work.num_prompt_tokens)
@@ -283,7 +279,7 @@ class Service:
                         if choice.is_finished:  # by a stop string, which its engine does not know of
                             continue
                         self._check_chunk(chunk)
-                        yield self._take(work, progress, place, choice, chunk)
+                        yield choice, self._take(work, progress, place, choice, chunk)
                         if not progress.unfinished:
                             break
                 if progress.unfinished:
@@ -300,13 +296,12 @@ class Service:
 
     def _take(
         self, work: Work, progress: _Progress, place: AdmittedRequest, choice: Choice, chunk: TokenChunk
-    ) -> _Event:
-        """One chunk of a choice into the progress, and as an event."""
+    ) -> Delta:
+        """One chunk of a choice into the progress."""
         now = self._clock()
-        if not progress.num_chunks:
+        if place.is_queued:
             place.first_token()
             self.metrics.ttft_s.observe(now - work.arrived_at)
-        progress.num_chunks += 1
         if chunk.token_ids:
             if choice.num_tokens:
                 self.metrics.itl_s.observe((now - choice.last_token_at) / len(chunk.token_ids))
@@ -322,7 +317,7 @@ class Service:
         if choice.is_finished:
             progress.unfinished -= 1
             progress.reasons.add(delta.finish_reason or "")
-        return _Event(choice, delta, progress.usage)
+        return delta
 
     def _count(self, work: Work, usage: Usage, outcome: str) -> None:
         """Once for every admitted request."""

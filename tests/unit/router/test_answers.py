@@ -49,8 +49,10 @@ def test_continuous_usage() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "a", "stream": True, "stream_options": options}
     found = events(call(stack().app, COMPLETIONS, body).text)
-    counts = [e["usage"]["completion_tokens"] for e in found[:-1] if "usage" in e]
-    assert counts == [1, 2, 3, 4, 5, 6]
+    # Five letters, then </s>, which ends the choice without text; the last one is the whole usage.
+    assert [e["usage"]["completion_tokens"] for e in found[:-1]] == [1, 2, 3, 4, 5, 6, 6]
+    chat = events(call(stack().app, CHAT, {**body, "prompt": None, "messages": HI}).text)
+    assert [e["usage"]["completion_tokens"] for e in chat[:-1]] == [1, 1, 2, 3, 4, 5, 6, 6]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -203,6 +205,41 @@ def test_echo_and_scores() -> None:
     assert streamed_text(found) == "ijkhe"
     tokens = [t for e in found[:-1] for c in e["choices"] if c["logprobs"] for t in c["logprobs"]["tokens"]]
     assert tokens == ["i", "j", "k", "h", "e"]
+
+
+def scored_texts(found: list[Any], num_choices: int) -> list[tuple[str, list[str], list[float | None]]]:
+    """Of each choice of a stream: its text, its tokens and their log-probabilities."""
+    result = []
+    for index in range(num_choices):
+        entries = [
+            c["logprobs"] for e in found[:-1] for c in e["choices"] if c["index"] == index and c["logprobs"]
+        ]
+        tokens = [token for entry in entries for token in entry["tokens"]]
+        values = [value for entry in entries for value in entry["token_logprobs"]]
+        result.append((streamed_text(found, index), tokens, values))
+    return result
+
+
+def test_echo_and_scores_of_several_prompts_in_a_stream() -> None:
+    body = {"prompt": ["xy", "z"], "n": 2, "max_tokens": 2, "echo": True, "logprobs": 1, "stream": True}
+    found = events(call(stack().app, COMPLETIONS, body).text)
+    first = ("xyhe", ["x", "y", "h", "e"], [None, -0.5, -0.5, -0.5])
+    second = ("zhe", ["z", "h", "e"], [None, -0.5, -0.5])
+    assert scored_texts(found, 4) == [first, first, second, second]
+
+
+def test_scores_that_come_after_another_choice() -> None:
+    """Choice 1 may find the prompt cached, while choice 0 computes it to score it."""
+
+    def script(request: Any) -> Any:
+        chunks = list(chunks_of(request, [75, 76]))
+        yield from (chunk for chunk in chunks if chunk.choice == 1)
+        yield from (chunk for chunk in chunks if chunk.choice == 0)
+
+    body = {"prompt": "xy", "n": 2, "max_tokens": 2, "echo": True, "logprobs": 1, "stream": True}
+    found = events(call(stack(FakeDispatcher(script)).app, COMPLETIONS, body).text)
+    # The token that ended the choice is no part of its text.
+    assert scored_texts(found, 2) == [("xyi", ["x", "y", "i", "j"], [None, -0.5, -0.5, -0.5])] * 2
 
 
 def test_echo_without_logprobs() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -119,12 +120,14 @@ def test_no_group_at_all() -> None:
 
 
 def test_ready_needs_every_group() -> None:
-    other = GroupState(info=INFO, stats=GroupStats(), ready=False)
+    # Listed, but not connected: it has said nothing of its model yet.
+    other = GroupState(info=replace(INFO, max_model_len=0), stats=GroupStats(), ready=False)
     dispatcher = FakeDispatcher()
     dispatcher.states = (*dispatcher.states, other)
     app = stack(dispatcher).app
     assert call(app, "/ready").json() == {"ready": False}
     assert call(app, "/health").status_code == 200
+    assert call(app, "/v1/models").json()["data"][0]["max_model_len"] == INFO.max_model_len
 
 
 def test_our_own_fault_says_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:
