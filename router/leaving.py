@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -86,7 +86,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        wire = _Wire(send, self._clock)
+        wire = _Wire(send, self._clock, self._limits.send_s)
         producer = asyncio.create_task(self._produce(wire))
         gone = asyncio.create_task(_left(receive))
         try:
@@ -98,8 +98,8 @@ class EventStream(Response):
             shown = error if isinstance(error, ApiError) else internal_error()
             if wire.has_started:
                 self._on_error(shown)
-                await wire.send(error_event(shown.body()))
-                await wire.finish()
+                with suppress(ClientLeft):
+                    await wire.send_in_time(error_event(shown.body()), more=False)
             elif shown is error:
                 await self._refuse(shown)(scope, receive, send)
             if shown is not error:
@@ -115,7 +115,7 @@ class EventStream(Response):
             await asyncio.wait((producer, gone), timeout=tick_s, return_when=asyncio.FIRST_COMPLETED)
             if producer.done():
                 return producer.result()
-            if gone.done() or wire.is_stuck(self._limits.send_s):
+            if gone.done() or wire.is_stuck():
                 raise ClientLeft
             if self._clock() > deadline:
                 raise _too_late(self._limits.max_s)
@@ -125,58 +125,49 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             async for event in events:
                 await wire.send(event)
-        await wire.finish()
+        await wire.send(b"", more=False)  # lets the client use the connection again
 
 
 class _Wire:
-    """The body on its way out. One event is sent at a time."""
+    """The body on its way out, one message at a time. A client that does not take one within `send_s` has
+    left."""
 
-    def __init__(self, send: Send, clock: Callable[[], float]) -> None:
+    def __init__(self, send: Send, clock: Callable[[], float], send_s: float) -> None:
         self._send = send
         self._clock = clock
-        self._last_sent_at = clock()
-        self._sending_since: float | None = None
-        self._comment: asyncio.Future[None] | None = None  # set while a comment is being sent
+        self._send_s = send_s
+        self._sending = asyncio.Lock()
+        self._last_at = clock()  # when the last message was begun, or taken
         self.has_started = False
 
-    async def send(self, event: bytes) -> None:
-        """Sends an event, with the status before the first one."""
-        if self._comment is not None:
-            await self._comment
-        self._sending_since = self._clock()
-        await self._start()
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        self._sending_since = None
-        self._last_sent_at = self._clock()
+    async def send(self, event: bytes, *, more: bool = True) -> None:
+        """Sends an event, with the status before the first one. For as long as it takes: a timer for each
+        token would cost ten times as much as sending it; somebody else watches `is_stuck`."""
+        async with self._sending:
+            self._last_at = self._clock()
+            if not self.has_started:
+                self.has_started = True
+                start = {"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM_HEADERS)}
+                await self._send(start)
+            await self._send({"type": "http.response.body", "body": event, "more_body": more})
+            self._last_at = self._clock()
 
-    async def finish(self) -> None:
-        """Ends the body, which lets the client use the connection again."""
-        await self._start()
-        await self._send({"type": "http.response.body", "body": b""})
+    async def send_in_time(self, event: bytes, *, more: bool = True) -> None:
+        """As `send`, for who watches and is not watched. Raises ClientLeft."""
+        try:
+            async with asyncio.timeout(self._send_s):
+                await self.send(event, more=more)
+        except TimeoutError:
+            raise ClientLeft from None
 
     async def keep_alive(self, idle_s: float) -> None:
-        """Sends a comment when nothing was sent for `idle_s`."""
-        if self._sending_since is not None or self._clock() - self._last_sent_at < idle_s:
-            return
-        self._comment = asyncio.get_running_loop().create_future()
-        try:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-            self._last_sent_at = self._clock()
-        finally:
-            self._comment.set_result(None)
-            self._comment = None
+        """Sends a comment when nothing has been sent for `idle_s`. Raises ClientLeft."""
+        if not self._sending.locked() and self._clock() - self._last_at >= idle_s:
+            await self.send_in_time(KEEP_ALIVE)
 
-    def is_stuck(self, max_s: float) -> bool:
-        """Whether one event has been on its way for longer than `max_s`."""
-        return self._sending_since is not None and self._clock() - self._sending_since > max_s
-
-    async def _start(self) -> None:
-        if not self.has_started:
-            self.has_started = True
-            await self._send(
-                {"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM_HEADERS)}
-            )
+    def is_stuck(self) -> bool:
+        """Whether a message has been on its way for longer than `send_s`."""
+        return self._sending.locked() and self._clock() - self._last_at > self._send_s
 
 
 async def _left(receive: Receive) -> None:
