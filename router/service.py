@@ -10,10 +10,10 @@ length, aborted, error.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from router import metrics as metric
 from router.admission import Admission, AdmittedRequest
@@ -24,9 +24,10 @@ from router.dispatch import Dispatcher, Unavailable
 from router.errors import ApiError, internal_error, invalid, model_not_found, overloaded
 from router.merge import merged
 from router.metrics import RouterMetrics
-from router.prepare import Arrival, Preparer, detokenize_ids
+from router.prepare import Arrival, Preparer
 from router.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.settings import RouterSettings
+from router.text_workers import TextBusy
 from router.tokenizer import TextTokenizer
 from router.work import ModelLimits, Work
 from workers.types import FinishReason, GenerateRequest, GroupInfo, RequestId, TokenChunk
@@ -39,6 +40,8 @@ _LATER_CODES = frozenset(
 )
 _OVERLOAD_CODES = frozenset({"queue_full", "server_is_overloaded"})
 _RETRY_S = 1.0
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +168,7 @@ class Service:
         self._check_model(body.get("model"))
         request = parse_chat(body, self._settings)
         self.admission.check(caller.tenant)
-        return await self._preparer.chat(request, arrival, self.limits())
+        return await self._tokenizing(self._preparer.chat(request, arrival, self.limits()))
 
     async def prepare_completion(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
         """Checked and tokenized. Raises ApiError."""
@@ -173,14 +176,14 @@ class Service:
         self._check_model(body.get("model"))
         request = parse_completion(body, self._settings)
         self.admission.check(caller.tenant)
-        return await self._preparer.completion(request, arrival, self.limits())
+        return await self._tokenizing(self._preparer.completion(request, arrival, self.limits()))
 
     async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Body of /tokenize. Raises ApiError."""
         self._check_model(body.get("model"))
         request = parse_tokenize(body, self._settings)
         limits = self.limits()
-        ids = await self._preparer.tokens(request, limits)
+        ids = await self._tokenizing(self._preparer.tokens(request, limits))
         strings = [self._tokenizer.text_of(id) for id in ids] if request.return_token_strs else None
         return {
             "count": len(ids),
@@ -193,7 +196,7 @@ class Service:
         """Body of /detokenize. Raises ApiError."""
         self._check_model(body.get("model"))
         request = parse_detokenize(body, self._settings)
-        return {"prompt": self._tokenizer.decode(detokenize_ids(request.tokens, self.limits()))}
+        return {"prompt": await self._tokenizing(self._preparer.text(request, self.limits()))}
 
     async def complete(self, work: Work) -> bytes:
         """The whole answer as JSON. Raises ApiError; cancelling it cancels the request on its group."""
@@ -237,6 +240,14 @@ class Service:
         return Arrival(
             id=request_id, caller=caller, arrived_at=self._clock(), created=int(self._wall_clock())
         )
+
+    async def _tokenizing(self, work: Awaitable[Result]) -> Result:
+        try:
+            return await work
+        except TextBusy:
+            raise self._unavailable(
+                "Too many prompts are waiting to be tokenized.", "server_is_overloaded", _RETRY_S
+            ) from None
 
     def _check_model(self, name: object) -> None:
         if name is None or name == self._settings.model_name:

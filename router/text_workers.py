@@ -23,6 +23,10 @@ class TextTimeout(Exception):
     """A call took longer than its time."""
 
 
+class TextBusy(Exception):
+    """A call was not even begun: the threads have too much to do."""
+
+
 class _Job(Protocol):
     def run(self) -> bool: ...
 
@@ -30,7 +34,8 @@ class _Job(Protocol):
 class TextWorkers:
     """A fixed number of threads that run short functions."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, max_queue_s: float = _MAX_QUEUE_S) -> None:
+        self._max_queue_s = max_queue_s
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._num_threads = num_threads
         self.num_replaced = 0
@@ -38,7 +43,8 @@ class TextWorkers:
             self._start_thread()
 
     async def run(self, function: Callable[[], Result], timeout_s: float) -> Result:
-        """The function's result or exception. Raises TextTimeout after `timeout_s` of running."""
+        """The function's result or exception. Raises TextTimeout after `timeout_s` of running, TextBusy when
+        it has not begun after `max_queue_s`."""
         call = _Call(function, asyncio.get_running_loop())
         self._jobs.put(call)
         queued_at = time.monotonic()
@@ -48,8 +54,8 @@ class TextWorkers:
                 if call.future.done():
                     return call.future.result()
                 if call.begun_at is None:
-                    if time.monotonic() - queued_at > _MAX_QUEUE_S:
-                        raise TextTimeout(f"not begun within {_MAX_QUEUE_S:g} s")
+                    if time.monotonic() - queued_at > self._max_queue_s:
+                        raise TextBusy(f"not begun within {self._max_queue_s:g} s")
                 elif time.monotonic() - call.begun_at >= timeout_s:
                     call.replaced = True
                     self.num_replaced += 1

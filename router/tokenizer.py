@@ -142,7 +142,13 @@ class TextTokenizer:
             timeout_s=timeout_s,
         )
         if continue_final_message:
-            text = text[: text.rfind(end)]
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise invalid(
+                    "The chat template leaves the final message out, so it cannot be continued.",
+                    param="continue_final_message",
+                )
+            text = text.replace(end, "")  # a template may write a message twice
         return RenderedChat(text, tuple(literals))
 
     def encode_rendered(self, chat: RenderedChat, *, add_special_tokens: bool = False) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from router.text_workers import TextTimeout, TextWorkers
+from router.text_workers import TextBusy, TextTimeout, TextWorkers
 from tests.unit.router.client import CHAT, COMPLETIONS, call, error_of
 from tests.unit.router.fakes import byte_tokenizer, stack
 
@@ -51,6 +51,40 @@ def test_hung_calls_are_given_up_and_their_threads_replaced() -> None:
     release.set()
     assert run(workers.run(lambda: 1, 5)) == 1
     workers.close()
+
+
+def test_calls_that_no_thread_begins_are_refused() -> None:
+    workers = TextWorkers(1, max_queue_s=0.1)
+    release = threading.Event()
+
+    async def wait() -> None:
+        running = asyncio.create_task(workers.run(lambda: release.wait(10), 5))
+        await asyncio.sleep(0)  # it is first in the queue
+        with pytest.raises(TextBusy):
+            await workers.run(lambda: 1, 0.05)
+        release.set()
+        assert await running
+
+    run(wait())
+    assert workers.num_replaced == 0
+    workers.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
+        (COMPLETIONS, {"prompt": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_too_much_to_tokenize_is_overload(path: str, body: dict[str, Any]) -> None:
+    router = stack(render_timeout_s=0.01, tokenize_timeout_s=0.01)
+    router.service._preparer._workers = TextWorkers(0, max_queue_s=0.0)
+    response = call(router.app, path, body)
+    assert (response.status_code, error_of(response)["code"]) == (503, "server_is_overloaded")
+    assert float(response.headers["retry-after-ms"]) > 0
 
 
 def test_cancelled_callers_leave_the_threads_working() -> None:

@@ -97,6 +97,17 @@ def with_template(template: str) -> TextTokenizer:
     return TextTokenizer(backend, special_tokens={"bos_token": "<s>"}, chat_template=template)
 
 
+def test_continuing_needs_the_final_message_in_the_prompt() -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    limits = {**LIMITS, "continue_final_message": True}
+    leaves_out = with_template("{{ messages[0].content }}")
+    with pytest.raises(ApiError) as caught:
+        leaves_out.render_chat(chat, **limits)
+    assert (caught.value.status, caught.value.param) == (400, "continue_final_message")
+    twice = with_template("{{ messages[1].content }}-{{ messages[1].content }}<eot>")
+    assert twice.render_chat(chat, **limits).text == "yo-yo"
+
+
 def test_template_language() -> None:
     template = (
         "{%- for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson }}{% endfor %}"
