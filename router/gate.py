@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from router.auth import ApiKeys, Caller
 from router.errors import ApiError, internal_error, invalid
-from router.metrics import CLIENT_ERRORS, SERVER_ERRORS, RouterMetrics
+from router.json_body import ClientLeft
+from router.metrics import CLIENT_ERRORS, DISCONNECTS, SERVER_ERRORS, RouterMetrics
 from router.settings import RouterSettings
 
 Scope = MutableMapping[str, Any]
@@ -64,14 +66,18 @@ class Gate:
         request_id = self._new_id()
         shown_id = _client_id(headers) or request_id.encode("ascii")
         extra: RawHeaders = [(b"x-request-id", shown_id), *self._cors(headers)]
-        has_started = False
+        has_started = has_left = False
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal has_started
+            nonlocal has_started, has_left
             if message["type"] == "http.response.start":
                 has_started = True
                 message["headers"] = [*message.get("headers", ()), *extra]
-            await send(message)
+            try:
+                await send(message)
+            except (OSError, RuntimeError) as error:  # a lost connection: ASGI's exception, and uvloop's
+                has_left = True
+                raise ClientLeft from error
 
         try:
             _check_headers(headers, self._settings.max_header_bytes)
@@ -87,6 +93,9 @@ class Gate:
             count_error(self._metrics, error)
             await _respond(send_with_headers, error.status, error.body(), error_headers(error))
         except Exception:
+            if has_left:
+                self._metrics.count(DISCONNECTS)
+                return
             logger.exception("request %s failed", request_id)
             if has_started:
                 raise  # the server closes the connection: the answer is visibly incomplete
@@ -159,5 +168,6 @@ def _check_headers(headers: RawHeaders, max_bytes: int) -> None:
 async def _respond(send: Send, status: int, body: bytes, headers: RawHeaders) -> None:
     length = (b"content-length", str(len(body)).encode("ascii"))
     start_headers = headers if status == 204 else [*headers, length]
-    await send({"type": "http.response.start", "status": status, "headers": start_headers})
-    await send({"type": "http.response.body", "body": body})
+    with suppress(ClientLeft):
+        await send({"type": "http.response.start", "status": status, "headers": start_headers})
+        await send({"type": "http.response.body", "body": body})

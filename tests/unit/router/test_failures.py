@@ -274,3 +274,40 @@ def test_slow_body() -> None:
                 b"Content-Length: 100\r\n\r\n{"
             )
             assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), RuntimeError("the handler is closed")])
+@pytest.mark.parametrize("num_taken", [0, 1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_that_breaks_while_writing_is_no_fault_of_ours(
+    error: Exception, num_taken: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = stack()
+    body = json.dumps({"prompt": "a", "stream": stream}).encode()
+    received = [{"type": "http.request", "body": body}]
+    num_sent = 0
+
+    async def receive() -> Any:
+        if not received:
+            await asyncio.Event().wait()
+        return received.pop()
+
+    async def send(_: Any) -> None:
+        nonlocal num_sent
+        if num_sent == num_taken:
+            raise error
+        num_sent += 1
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    asyncio.run(asyncio.wait_for(router.app(scope, receive, send), 10))
+    metrics = router.service.metrics
+    assert metrics.value(SERVER_ERRORS, "internal_error") == 0
+    assert metrics.value(DISCONNECTS) == (0 if num_taken == 2 and not stream else 1)
+    assert (router.service.admission.num_inflight, router.dispatcher.num_open) == (0, 0)
+    assert "failed" not in caplog.text
