@@ -9,6 +9,7 @@ shape.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.responses import Response
 
 from router.auth import Caller, load_api_keys
 from router.build import new_random
-from router.errors import INVALID_REQUEST, ApiError
+from router.errors import INVALID_REQUEST, ApiError, invalid, quoted
 from router.gate import Gate, count_error
 from router.json_body import ClientLeft, parse_object, read_body
 from router.leaving import EventStream, StreamLimits, unless_left
@@ -31,6 +32,7 @@ from router.settings import RouterSettings
 from router.work import Work
 
 _CLIENT_CLOSED_STATUS = 499  # nobody reads it; access logs do
+_TIMEOUT_HEADER = "x-request-timeout-seconds"  # Serve's name
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -122,23 +124,20 @@ class _Routes:
     def __init__(self, service: Service, settings: RouterSettings) -> None:
         self._service = service
         self._settings = settings
-        self._stream_limits = StreamLimits(
-            settings.keep_alive_s, settings.send_timeout_s, settings.max_request_s
-        )
 
     async def chat(self, request: Request) -> Response:
+        max_s = self._max_s(request)
         body = await self._body(request)
         caller: Caller = request.state.caller
-        return await self._answer(
-            request, await self._service.prepare_chat(body, request.state.request_id, caller)
-        )
+        work = await self._service.prepare_chat(body, request.state.request_id, caller)
+        return await self._answer(request, work, max_s)
 
     async def completions(self, request: Request) -> Response:
+        max_s = self._max_s(request)
         body = await self._body(request)
         caller: Caller = request.state.caller
-        return await self._answer(
-            request, await self._service.prepare_completion(body, request.state.request_id, caller)
-        )
+        work = await self._service.prepare_completion(body, request.state.request_id, caller)
+        return await self._answer(request, work, max_s)
 
     async def tokenize(self, request: Request) -> Response:
         return _json(await self._service.tokenize(await self._body(request)))
@@ -189,15 +188,29 @@ class _Routes:
             raw, max_depth=self._settings.max_json_depth, max_keys=self._settings.max_json_keys
         )
 
-    async def _answer(self, request: Request, work: Work) -> Response:
-        if not work.stream:
-            body = await unless_left(
-                self._service.complete(work), request.receive, max_s=self._settings.max_request_s
+    def _max_s(self, request: Request) -> float:
+        """The longest that generating may take: what the client says in a header, up to our own limit."""
+        asked = request.headers.get(_TIMEOUT_HEADER)
+        if asked is None:
+            return self._settings.max_request_s
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < math.inf:
+            raise invalid(
+                f"The header {_TIMEOUT_HEADER} must be a number above 0, got {quoted(asked)}.",
+                code="invalid_header",
             )
+        return min(seconds, self._settings.max_request_s)
+
+    async def _answer(self, request: Request, work: Work, max_s: float) -> Response:
+        if not work.stream:
+            body = await unless_left(self._service.complete(work), request.receive, max_s=max_s)
             return Response(body, media_type="application/json")
         return EventStream(
             self._service.stream(work),
-            limits=self._stream_limits,
+            limits=StreamLimits(self._settings.keep_alive_s, self._settings.send_timeout_s, max_s),
             clock=time.monotonic,
             refuse=self.refuse,
             on_error=lambda error: count_error(self._service.metrics, error),

@@ -112,12 +112,13 @@ class EventStream(Response):
         deadline = self._clock() + self._limits.max_s
         tick_s = self._limits.keep_alive_s / 2
         while True:
-            await asyncio.wait((producer, gone), timeout=tick_s, return_when=asyncio.FIRST_COMPLETED)
+            wait_s = min(tick_s, deadline - self._clock())
+            await asyncio.wait((producer, gone), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if producer.done():
                 return producer.result()
             if gone.done() or wire.is_stuck():
                 raise ClientLeft
-            if self._clock() > deadline:
+            if self._clock() >= deadline:
                 raise _too_late(self._limits.max_s)
             await wire.keep_alive(tick_s)
 

@@ -264,6 +264,28 @@ def test_too_long_whole_answer() -> None:
     assert router.dispatcher.num_open == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_deadline_of_the_client(stream: bool) -> None:
+    router = stack(FakeDispatcher(gate=asyncio.Semaphore(0)))
+    body = {"prompt": "a", "stream": stream}
+    response = call(router.app, COMPLETIONS, body, headers={"x-request-timeout-seconds": "0.1"})
+    assert (response.status_code, error_of(response)["code"]) == (504, "deadline_exceeded")
+    assert router.dispatcher.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [("0", 400), ("-1", 400), ("nan", 400), ("inf", 400), ("soon", 400), ("", 400), ("1000000000", 504)],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_deadlines_that_are_none_and_the_servers_own(path: str, asked: str, status: int) -> None:
+    router = stack(FakeDispatcher(gate=asyncio.Semaphore(0)), max_request_s=0.1)
+    body = {"messages": HI} if path == CHAT else {"prompt": "a"}
+    response = call(router.app, path, body, headers={"x-request-timeout-seconds": asked})
+    code = "invalid_header" if status == 400 else "deadline_exceeded"
+    assert (response.status_code, error_of(response)["code"]) == (status, code)
+
+
 def test_slow_body() -> None:
     router = stack(body_timeout_s=0.2)
     with server(router) as url:
