@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from router.admission import Admission
 from router.app import create_app
+from router.build import build_service
 from router.directory_source import DirectorySource
 from router.dispatcher import SocketDispatcher
-from router.metrics import RouterMetrics
 from router.policy import PolicyConfig
-from router.prepare import Preparer
-from router.service import Service
 from router.settings import RouterSettings
-from router.text_workers import TextWorkers
 from router.tokenizer import TextTokenizer
 from workers.secret import application_secret
 from workers.types import GenerateRequest, GroupId
@@ -67,7 +59,7 @@ class Router:
             policy=start.policy,
             client_id=f"router-{settings.replica}",
         )
-        self._service = _service(settings, self._dispatcher, tokenizer)
+        self._service = build_service(self._dispatcher, tokenizer, settings)
         self._app = create_app(self._service, settings)
         await self._dispatcher.start()
 
@@ -79,30 +71,4 @@ class Router:
         """Serve's call when the replica ends; it has let requests finish before."""
         self._service.start_draining()
         await self._dispatcher.stop()
-
-
-def _service(settings: RouterSettings, dispatcher: SocketDispatcher, tokenizer: TextTokenizer) -> Service:
-    admission = Admission(settings, clock=time.monotonic, random=random.random)
-    metrics = RouterMetrics(
-        CollectorRegistry(),
-        model=settings.model_name,
-        replica=settings.replica,
-        admission=admission,
-        groups=dispatcher.groups,
-    )
-    preparer = Preparer(
-        tokenizer=tokenizer,
-        workers=TextWorkers(settings.text_threads),
-        settings=settings,
-        draw_seed=lambda: secrets.randbits(63),
-    )
-    return Service(
-        dispatcher=dispatcher,
-        tokenizer=tokenizer,
-        preparer=preparer,
-        admission=admission,
-        metrics=metrics,
-        settings=settings,
-        clock=time.monotonic,
-        wall_clock=time.time,
-    )
+        self._service.close()
