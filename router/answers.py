@@ -95,18 +95,16 @@ class AnswerWriter:
     # Whole answers.
 
     def whole(self, prompts: Sequence[PromptAnswer], choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
-        """The body of a non-streaming answer."""
-        body: dict[str, Any] = {
-            **self._top,
-            "choices": [
-                self._whole_choice(i, choice, prompts[choice.prompt_index])
-                for i, choice in enumerate(choices)
-            ],
-            "usage": usage.json(),
-        }
-        if self._is_chat and self._work.return_token_ids:
-            body["prompt_token_ids"] = self._work.prompts[0]
-        return _dumps(body).encode("ascii")
+        """The body of a non-streaming answer. With log-probabilities it may be megabytes: written choice by
+        choice, since the encoder lets no other thread run."""
+        written = ",".join(
+            _dumps(self._whole_choice(i, choice, prompts[choice.prompt_index]))
+            for i, choice in enumerate(choices)
+        )
+        is_told_ids = self._is_chat and self._work.return_token_ids
+        ids = f',"prompt_token_ids":{_dumps(self._work.prompts[0])}' if is_told_ids else ""
+        body = f'{_dumps(self._top)[:-1]},"choices":[{written}],"usage":{_dumps(usage.json())}{ids}}}'
+        return body.encode("ascii")
 
     def _whole_choice(self, index: int, choice: ChoiceAnswer, prompt: PromptAnswer) -> dict[str, Any]:
         body: dict[str, Any] = {"index": index}

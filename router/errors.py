@@ -63,7 +63,7 @@ def context_length_exceeded(prompt: int | str, budget: int, limit: int, param: s
     return ApiError(
         400,
         f"This model's context length is {limit} tokens, but the request needs {prompt} tokens of prompt "
-        f"plus {budget} of completion. Shorten the prompt or lower max_tokens.",
+        f"plus {short(budget)} of completion. Shorten the prompt or lower max_tokens.",
         code="context_length_exceeded",
         param=param,
     )
@@ -101,6 +101,8 @@ def quoted(text: str) -> str:
 
 def short(value: object) -> str:
     """A value for a message: its kind for containers, itself (cut) for scalars."""
+    if value is None:
+        return "null"
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list):

@@ -62,9 +62,8 @@ def _content(content: object, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        found = "null" if content is None else short(content)
         raise invalid(
-            f"{path} must be a string or a list of text parts, got {found}.",
+            f"{path} must be a string or a list of text parts, got {short(content)}.",
             param=path,
             code="invalid_type",
         )

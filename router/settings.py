@@ -33,7 +33,7 @@ class RouterSettings:
     max_template_chars_per_token: int = 4  # rendered chat: at most this times the context length
     keep_alive_s: float = 15.0  # a silent stream gets an SSE comment this often
     send_timeout_s: float = 60.0  # a client that takes nothing of its stream for so long has left
-    max_request_s: float = 3600.0  # the longest generation
+    max_request_s: float = 3600.0  # the longest generation; a client may ask for less
 
     # Text work off the event loop.
     text_threads: int = 2

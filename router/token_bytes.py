@@ -31,7 +31,7 @@ def byte_of_symbol() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Token id -> bytes, filled as ids are asked for. Read by one event loop; only ever adds entries."""
+    """Token id -> bytes, filled as ids are asked for. Any thread may read it: it only ever adds entries."""
 
     def __init__(self, tokenizer: Tokenizer, decoder: Mapping[str, Any]) -> None:
         """Raises ValueError when the decoder does not work token by token."""

@@ -65,7 +65,7 @@ class TextTokenizer:
         )
         self._mark = f"Q{secrets.token_hex(12)}X"  # nobody outside can write it
         self._marked = re.compile(f"{self._mark}(\\d+)Z")
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._texts: dict[int, str] = {}
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self.token_bytes: TokenBytes | None
         try:
@@ -105,11 +105,6 @@ class TextTokenizer:
         plain.encode_special_tokens = True
         return plain
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chat requests can be served."""
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, as `tok(text)` gives them. Releases the interpreter while it works."""
         return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
@@ -138,7 +133,7 @@ class TextTokenizer:
         text = self._template.render(
             safe,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
-            max_chars=max_chars,
+            max_chars=max_chars + len(literals) * len(end),  # marks are longer than what they stand for
             timeout_s=timeout_s,
         )
         if continue_final_message:
@@ -190,11 +185,15 @@ class TextTokenizer:
 
     def text_of(self, token_id: int) -> str:
         r"""A token for people: its text, or `bytes:\xf0\x9f` (OpenAI's form) for a part of a character."""
-        raw = self.bytes_of(token_id)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        text = self._texts.get(token_id)
+        if text is None:
+            raw = self.bytes_of(token_id)
+            try:
+                text = raw.decode("utf-8")
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._texts[token_id] = text
+        return text
 
 
 def _token_text(value: object) -> str | None:

@@ -88,7 +88,7 @@ def test_prompt_that_ends_inside_a_character() -> None:
 @pytest.mark.parametrize("make", [metaspace, llama_like, wordpiece])
 def test_text_continues_the_prompt(make: type[TextTokenizer]) -> None:
     tokenizer: TextTokenizer = make()  # type: ignore[call-arg]
-    ids = list(range(2, tokenizer.vocab_size))
+    ids = list(range(2, tokenizer.backend.get_vocab_size()))
     if make is llama_like:  # bytes that are valid UTF-8
         ids = [3 + byte for byte in "é🦙".encode()] + [259, 260, 261, 262]
     whole = tokenizer.decode(ids, skip_special_tokens=True)

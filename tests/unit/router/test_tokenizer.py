@@ -85,6 +85,13 @@ def test_special_tokens_of_users_are_text(tmp_path: Path) -> None:
     assert ours.encode("a<eot>")[-1] == 2
 
 
+def test_many_special_texts_are_no_longer_than_they_are(tmp_path: Path) -> None:
+    ours, _ = save(tmp_path, "byte")
+    content = "<eot>" * 100
+    rendered = ours.render_chat([{"role": "user", "content": content}], max_chars=600, timeout_s=5)
+    assert ours.decode(ours.encode_rendered(rendered)) == f"<s>user: {content}<eot>assistant: "
+
+
 def test_continue_final_message(tmp_path: Path) -> None:
     ours, _ = save(tmp_path, "byte")
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I <s> think "}]
@@ -152,7 +159,6 @@ def test_broken_folders(tmp_path: Path) -> None:
         TextTokenizer.load(tmp_path)
     byte_tokenizer(None).save_pretrained(tmp_path / "plain")
     plain = TextTokenizer.load(tmp_path / "plain")
-    assert not plain.has_chat_template
     with pytest.raises(ApiError, match="no chat template"):
         plain.render_chat(CHATS[0], **LIMITS)
 
