@@ -23,7 +23,6 @@ SOURCES = Path(__file__).parent / "cpu"
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-fPIC",
     "-shared",
     "-fopenmp",
@@ -43,19 +42,21 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "tandem" / "kernels"
 
 
-def library(cache: Path, sources: Path = SOURCES) -> Path:
+def library(cache: Path, sources: Path = SOURCES, march: str = "native") -> Path:
     """The compiled library for this machine, built now if it is not there. Raises KernelsUnavailable.
 
-    sources: folder with kernels.cpp and what it includes.
+    sources: folder with kernels.cpp and what it includes. march: an instruction set by g++'s name; tests
+    build what older CPUs get.
     """
-    path = _target(cache, sources)
+    flags = (*FLAGS, f"-march={march}")
+    path = _target(cache, sources, flags)
     if path.exists():
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent / "lock"):
             if not path.exists():
-                _compile(path, sources)
+                _compile(path, sources, flags)
     except OSError as error:
         raise KernelsUnavailable(f"cannot write compiled kernels to {path.parent}: {error}") from error
     return path
@@ -68,16 +69,23 @@ def _compiler() -> str:
     return found
 
 
-def _target(cache: Path, sources: Path) -> Path:
+def _target(cache: Path, sources: Path, flags: tuple[str, ...]) -> Path:
     if platform.machine() not in MACHINES or sys.platform != "linux":
         raise KernelsUnavailable(f"no C++ kernels for {sys.platform} on {platform.machine()}")
     key = hashlib.sha256()
     for source in sorted(sources.iterdir()):
         if source.suffix in (".h", ".cpp"):
             key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True, timeout=30).stdout
-    key.update(version + _cpu_flags() + " ".join(FLAGS).encode())
+    key.update(_compiler_version() + _cpu_flags() + " ".join(flags).encode())
     return cache / key.hexdigest()[:20] / "kernels.so"
+
+
+def _compiler_version() -> bytes:
+    command = [_compiler(), "--version"]
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelsUnavailable(f"{command[0]} does not work: {error}") from error
 
 
 def _cpu_flags() -> bytes:
@@ -103,10 +111,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(path: Path, sources: Path) -> None:
+def _compile(path: Path, sources: Path, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [_compiler(), *FLAGS, str(sources / "kernels.cpp"), "-o", str(built)]
+        command = [_compiler(), *flags, str(sources / "kernels.cpp"), "-o", str(built)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         except subprocess.TimeoutExpired:

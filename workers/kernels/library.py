@@ -6,6 +6,8 @@ import ctypes
 from ctypes import c_double, c_float, c_int, c_long, c_void_p
 from pathlib import Path
 
+from workers.kernels.compiler import KernelsUnavailable
+
 POINTER, SIZE, FLAG, REAL = c_void_p, c_long, c_int, c_float
 
 SIGNATURES: dict[str, list[type]] = {
@@ -36,8 +38,12 @@ class Library:
     """The loaded library; one attribute per entry point."""
 
     def __init__(self, path: Path) -> None:
+        """Raises KernelsUnavailable where the file cannot be loaded, as from a folder mounted noexec."""
         # torch must have been imported: then its libgomp, of the same name, is the OpenMP runtime of both.
-        loaded = ctypes.CDLL(str(path))
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailable(f"cannot load the compiled kernels: {error}") from error
         self.has_linear = bool(loaded.tandem_has_linear())
         entries = SIGNATURES | (LINEAR_SIGNATURES if self.has_linear else {})
         for name, types in entries.items():

@@ -12,6 +12,7 @@ import torch
 
 from workers.kernels import TorchKernels, kernels_for
 from workers.kernels.compiler import KernelsUnavailable, library
+from workers.kernels.library import Library
 
 
 @pytest.fixture
@@ -57,6 +58,24 @@ def test_without_compiler_torch_is_used_and_says_so_once(
     assert isinstance(kernels, TorchKernels)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "install g++" in caplog.text
+
+
+def test_compiler_that_does_not_run_is_named(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "bin" / "g++"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(broken.parent))
+    with pytest.raises(KernelsUnavailable, match="does not work"):
+        library(tmp_path / "cache", sources)
+
+
+def test_library_that_does_not_load_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "kernels.so").write_bytes(b"half a file")
+    with pytest.raises(KernelsUnavailable, match="cannot load"):
+        Library(tmp_path / "kernels.so")
 
 
 def test_unwritable_cache_is_named(tmp_path: Path, sources: Path) -> None:
