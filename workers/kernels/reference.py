@@ -79,7 +79,8 @@ class TorchKernels:
         for sequences in _groups(query_lens, q.shape[1] * batch.max_context_len):
             rows, valid = _padded_rows(batch, query_lens, sequences)
             tables = batch.block_tables[sequences].long()
-            keys, values = _gather(k_cache, tables), _gather(v_cache, tables)  # (s, kv, C, d) float32
+            written = batch.context_lens[sequences]
+            keys, values = _gather(k_cache, tables, written), _gather(v_cache, tables, written)
             queries = q[rows].float().transpose(1, 2)  # (s, heads, Q, d)
             mask = _visible(batch.positions[rows], keys.shape[2], sliding_window)[:, None]
             group = queries.shape[1] // keys.shape[1]
@@ -143,10 +144,14 @@ def _padded_rows(
     return rows.long(), valid
 
 
-def _gather(cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Pages of the block tables (s, W) as (s, kv_heads, W * block_size, d), float32."""
-    pages = cache[tables].float()  # (s, W, kv_heads, block_size, d)
-    return pages.transpose(1, 2).flatten(2, 3)
+def _gather(cache: torch.Tensor, tables: torch.Tensor, context_lens: torch.Tensor) -> torch.Tensor:
+    """Pages of the block tables (s, W) as (s, kv_heads, W * block_size, d), float32; zero past the context.
+
+    What an earlier sequence left there may be NaN or infinite, which a probability of 0 would not cancel.
+    """
+    pages = cache[tables].float().transpose(1, 2).flatten(2, 3)
+    stale = torch.arange(pages.shape[2], device=pages.device) >= context_lens[:, None]
+    return pages.masked_fill_(stale[:, None, :, None], 0.0)
 
 
 def _visible(positions: torch.Tensor, context: int, sliding_window: int | None) -> torch.Tensor:

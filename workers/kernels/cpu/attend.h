@@ -46,8 +46,7 @@ inline void attend(const Attention<float>& a, const AttentionTask& task, Attenti
 }
 inline void attend(const Attention<bf16>& a, const AttentionTask& task, AttentionScratch& s) {
 #ifdef __AVX512BF16__
-  attend<bf16, PairProducts>(a, task, s);
-#else
-  attend<bf16, WideProducts<bf16>>(a, task, s);
+  if (a.d % 2 == 0) return attend<bf16, PairProducts>(a, task, s);
 #endif
+  attend<bf16, WideProducts<bf16>>(a, task, s);
 }

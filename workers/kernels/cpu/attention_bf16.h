@@ -1,4 +1,4 @@
-// The two products of attention by vdpbf16ps: keys as [d / 2][KEYS][2], values as [KEYS / 2][d][2].
+// The two products of attention by vdpbf16ps, for an even d: keys as [d / 2][KEYS][2], values as [KEYS / 2][d][2].
 #pragma once
 #include "attention.h"
 #ifdef __AVX512BF16__
@@ -25,9 +25,10 @@ inline void transpose_pairs(__m512i* r, uint32_t* to) {
   }
 }
 
-// 2^x for x <= 0, to 3e-6 (probabilities become bf16 anyway); exactly 0 below -200, so for -inf.
+// 2^x for x <= 0, to 3e-6 (probabilities become bf16 anyway); exactly 0 below -200, so for -inf; NaN stays NaN (max
+// gives its second operand then).
 inline __m512 exp2_short(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-200.f));
+  x = _mm512_max_ps(_mm512_set1_ps(-200.f), x);
   const __m512 whole = _mm512_roundscale_ps(x, 8), f = _mm512_sub_ps(x, whole);
   __m512 p = _mm512_set1_ps(1.3333558e-3f);
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6181291e-3f));

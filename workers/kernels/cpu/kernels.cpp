@@ -2,6 +2,7 @@
 // Every entry splits its work over an OpenMP team (the runtime that torch has loaded) and returns when done.
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "attend.h"
@@ -24,7 +25,7 @@ template <class F> void for_rows(long rows, long elements_per_row, int threads, 
 // Tasks of different cost: each thread makes its scratch once and takes the next task when free.
 template <class Make, class F> void for_tasks(long tasks, int threads, Make make, F body) {
   std::atomic<long> next{0};
-#pragma omp parallel num_threads(int(std::min<long>(threads, tasks)))
+#pragma omp parallel num_threads(int(std::clamp<long>(tasks, 1, threads)))
   {
     auto scratch = make();
     for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(i, scratch);
