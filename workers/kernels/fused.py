@@ -13,6 +13,7 @@ from ctypes import c_double, c_long, c_void_p
 
 import torch
 
+from workers.kernels.arguments import check_batch, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.interface import PackedLinear, StepLayer, StepModel
 from workers.kernels.library import Library
@@ -97,12 +98,13 @@ class NativeStep:
             vocab=self._vocab,
             eps=model.norm_eps,
             layers=self._layers,
-            final_norm=model.final_norm.data_ptr(),
+            final_norm=_norm(model.final_norm),
             head=head,
             head_bias=head_bias,
         )
         self._scratch: int = library.step_scratch()
-        weakref.finalize(self, library.free_step_scratch, self._scratch)
+        # Not at exit: a thread that ends with the process may still be inside a step.
+        weakref.finalize(self, library.free_step_scratch, self._scratch).atexit = False
 
     def __call__(
         self,
@@ -113,6 +115,9 @@ class NativeStep:
         kv: torch.Tensor,
     ) -> torch.Tensor:
         assert residual.is_contiguous() and residual.dtype == kv.dtype == torch.bfloat16
+        assert residual.shape[1] == self._shape.hidden, (residual.shape, self._shape.hidden)
+        check_batch(batch, residual.shape[0])
+        check_turn(cos, sin, residual.shape[0], self._shape.d)
         num_logits = batch.logit_rows.shape[0]
         logits = torch.empty((num_logits, self._vocab), dtype=torch.float32)
         half = 0
@@ -165,14 +170,14 @@ def _layer(layer: StepLayer) -> LayerWeights:
     ]
     qkv, output, up, down = pairs
     return LayerWeights(
-        attention_norm=layer.attention_norm.data_ptr(),
+        attention_norm=_norm(layer.attention_norm),
         qkv=qkv[0],
         qkv_bias=qkv[1],
-        query_norm=None if layer.query_norm is None else layer.query_norm.data_ptr(),
-        key_norm=None if layer.key_norm is None else layer.key_norm.data_ptr(),
+        query_norm=None if layer.query_norm is None else _norm(layer.query_norm),
+        key_norm=None if layer.key_norm is None else _norm(layer.key_norm),
         output=output[0],
         output_bias=output[1],
-        mlp_norm=layer.mlp_norm.data_ptr(),
+        mlp_norm=_norm(layer.mlp_norm),
         up=up[0],
         up_bias=up[1],
         down=down[0],
@@ -180,6 +185,11 @@ def _layer(layer: StepLayer) -> LayerWeights:
         window=layer.sliding_window or 0,
         scale=layer.scale,
     )
+
+
+def _norm(weight: torch.Tensor) -> int:
+    assert weight.dtype == torch.bfloat16 and weight.is_contiguous(), (weight.dtype, weight.stride())
+    return weight.data_ptr()
 
 
 def _native(linear: PackedLinear) -> NativeLinear:

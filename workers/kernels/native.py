@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from workers.kernels.arguments import check_batch, check_caches, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.fused import NativeStep, can_fuse
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
@@ -27,6 +28,7 @@ class CpuKernels:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert x.dtype == weight.dtype == self._dtype, (x.dtype, weight.dtype, self._dtype)
+        assert weight.shape == x.shape[-1:] and weight.is_contiguous(), (x.shape, weight.shape)
         out = torch.empty(x.shape, dtype=x.dtype)
         if x.numel() == 0:
             return out
@@ -52,6 +54,12 @@ class CpuKernels:
             residual.dtype,
             weight.dtype,
         )
+        assert x.shape == residual.shape and weight.shape == x.shape[-1:], (
+            x.shape,
+            residual.shape,
+            weight.shape,
+        )
+        assert weight.is_contiguous(), weight.stride()
         x, residual = x.contiguous(), residual.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         size = x.shape[-1]
@@ -78,9 +86,13 @@ class CpuKernels:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
-        assert q.dtype == k_cache.dtype == self._dtype, (q.dtype, k_cache.dtype, self._dtype)
+        assert q.dtype == k.dtype == v.dtype == self._dtype, (q.dtype, k.dtype, v.dtype, self._dtype)
         q, k, v = _heads(q), _heads(k), _heads(v)
         tokens, heads, dim = q.shape
+        check_caches(k_cache, v_cache, self._dtype)
+        check_batch(batch, tokens)
+        check_turn(cos, sin, tokens, dim)
+        assert k.shape == v.shape == (tokens, k_cache.shape[1], k_cache.shape[3]), (k.shape, k_cache.shape)
         if tokens == 0:
             return q
         half = 0
@@ -103,8 +115,12 @@ class CpuKernels:
         scale: float,
         sliding_window: int | None,
     ) -> torch.Tensor:
+        assert q.dtype == self._dtype, (q.dtype, self._dtype)
         q = _heads(q)
         tokens, heads, dim = q.shape
+        check_caches(k_cache, v_cache, self._dtype)
+        check_batch(batch, tokens)
+        assert dim == k_cache.shape[3] and heads % k_cache.shape[1] == 0, (q.shape, k_cache.shape)
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
         if tokens:
             self._library.attention(
@@ -128,6 +144,7 @@ class CpuKernels:
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        assert gate_up.dtype == self._dtype, (gate_up.dtype, self._dtype)
         size = gate_up.shape[-1] // 2
         out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
         rows = dense_rows(gate_up)
@@ -139,6 +156,7 @@ class CpuKernels:
         return out
 
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == self._dtype, (x.dtype, self._dtype)
         x = x.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         if x.numel():

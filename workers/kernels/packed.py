@@ -23,6 +23,11 @@ class NativeLinear:
     out_dtype: torch.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.bfloat16 and x.shape[-1] == self.in_features, (
+            x.dtype,
+            x.shape,
+            self.in_features,
+        )
         rows = dense_rows(x)
         out = torch.empty((*x.shape[:-1], self.out_features), dtype=self.out_dtype)
         if rows.shape[0]:

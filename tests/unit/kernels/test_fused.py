@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from tests.unit.kernels.batches import make_batch
-from workers.kernels import Kernels, PackedLinear, StepBatch, StepLayer, StepModel, kernels_for
+from tests.unit.kernels.builds import HAS_AVX512_BF16, MARCHES, build
+from workers.kernels import FusedStep, Kernels, PackedLinear, StepBatch, StepLayer, StepModel, kernels_for
+from workers.kernels.native import CpuKernels
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS = 96, 6, 2, 24, 200, 300, 3
 BLOCK_SIZE, NUM_BLOCKS = 8, 60
+needs_fused_step = pytest.mark.skipif(not HAS_AVX512_BF16, reason="one call a step needs AVX512-BF16")
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +87,7 @@ def one_by_one(
     return model.head(normed[batch.logit_rows])
 
 
+@needs_fused_step
 @pytest.mark.parametrize("rotary", [None, 16, DIM])
 @pytest.mark.parametrize(("bias", "head_norm"), [(False, False), (True, True)])
 @pytest.mark.parametrize(
@@ -117,6 +122,7 @@ def test_equal_bits(
     assert torch.equal(step(residual.clone(), *turn, batch, kv_fused), wanted)  # buffers are used again
 
 
+@needs_fused_step
 def test_two_threads_give_the_bits_of_one() -> None:
     kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
     step = kernels.fuse(make_model(kernels, torch.bfloat16, bias=True, head_norm=True))
@@ -129,6 +135,31 @@ def test_two_threads_give_the_bits_of_one() -> None:
         kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
         found.append((step(residual.clone(), angles.cos(), angles.sin(), batch, kv), kv))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@needs_fused_step
+def test_two_models_step_at_the_same_time() -> None:
+    torch.set_num_threads(2)
+    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True)
+    batch = make_batch([(0, 20), (9, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[19, 20])
+    residual, kv = torch.randn(21, HIDDEN).bfloat16(), torch.randn(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
+
+    def steps(step: FusedStep) -> list[torch.Tensor]:
+        torch.set_num_threads(2)
+        own_kv = kv.clone()
+        return [step(residual.clone(), None, None, batch, own_kv) for _ in range(30)]
+
+    fused = [kernels.fuse(model), kernels.fuse(model)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [logits for each in pool.map(steps, [step for step in fused if step]) for logits in each]
+    assert len(found) == 60 and all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("march", [march for march in MARCHES if march != "native"])
+def test_older_cpus_do_not_fuse(march: str) -> None:
+    kernels = CpuKernels(build(march), torch.bfloat16)
+    assert kernels.fuse(make_model(kernels, torch.bfloat16, bias=False, head_norm=False)) is None
 
 
 def test_float32_is_not_fused() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.unit.kernels.batches import make_batch, make_pool
+from tests.unit.kernels.builds import HAS_AVX512_BF16, MARCHES, build
 from workers.kernels import Kernels, TorchKernels, kernels_for
 from workers.kernels.native import CpuKernels
+from workers.kernels.packed import NativeLinear
 
 REFERENCE = TorchKernels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,11 +35,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(params=[(march, dtype) for march in MARCHES for dtype in DTYPES], ids=str)
 def kernels(request: pytest.FixtureRequest) -> tuple[Kernels, torch.dtype]:
-    found = kernels_for(CPU, request.param)
-    assert isinstance(found, CpuKernels)
-    return found, request.param
+    march, dtype = request.param
+    return CpuKernels(build(march), dtype), dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_machine_with_a_compiler_gets_them(dtype: torch.dtype) -> None:
+    assert isinstance(kernels_for(CPU, dtype), CpuKernels)
+
+
+def test_older_cpus_have_no_packed_linear() -> None:
+    assert [build(march).has_linear for march in MARCHES if march != "native"] == [False] * (len(MARCHES) - 1)
+    assert build("native").has_linear == HAS_AVX512_BF16
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -111,7 +123,8 @@ def test_rotary_and_write(
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size"), [(9, 3, 64, 16), (4, 4, 8, 32), (8, 1, 80, 8), (7, 1, 40, 5)]
+    ("heads", "kv_heads", "dim", "block_size"),
+    [(9, 3, 64, 16), (4, 4, 8, 32), (8, 1, 80, 8), (7, 1, 40, 5), (2, 2, 7, 3)],
 )
 def test_paged_attention(
     kernels: tuple[Kernels, torch.dtype],
@@ -140,6 +153,83 @@ def test_attention_of_more_heads_than_a_tile(kernels: tuple[Kernels, torch.dtype
         own.paged_attention(q, *caches, batch, 0.25, None),
         REFERENCE.paged_attention(q, *caches, batch, 0.25, None),
     )
+
+
+@pytest.mark.parametrize("start", [3, 70])
+def test_attention_reads_nothing_past_the_context(kernels: tuple[Kernels, torch.dtype], start: int) -> None:
+    _, dtype = kernels
+    batch, clean = make_batch([(start, 2), (0, 1)], 16, 8), make_pool(8, 2, 16, 24, dtype)
+    dirty = torch.full_like(clean, float("nan"))
+    for s, length in enumerate(batch.context_lens.tolist()):
+        for position in range(length):
+            block, offset = int(batch.block_tables[s, position // 16]), position % 16
+            dirty[block, :, :, :, offset] = clean[block, :, :, :, offset]
+    q = torch.randn(3, 4, 24).to(dtype)
+    for each in (kernels[0], REFERENCE):
+        found, wanted = (
+            each.paged_attention(q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 0.2, None)
+            for pool in (dirty, clean)
+        )
+        assert torch.equal(found, wanted)
+
+
+def test_a_broken_key_or_query_is_not_hidden(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    batch, pool = make_batch([(20, 1), (20, 1), (20, 1)], 16, 8), make_pool(8, 1, 16, 16, dtype)
+    q = torch.randn(3, 2, 16).to(dtype)
+    pool[int(batch.block_tables[0, 0]), 0, 0, 0, 5, 3] = float("nan")
+    q[1, 1, 0] = float("nan")
+    found = own.paged_attention(q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 0.25, None)
+    assert found.isnan().all(-1).tolist() == [[True, True], [False, True], [False, False]]
+    assert found[2].isfinite().all()
+
+
+def test_pools_beyond_two_to_the_31_elements(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    heads, dim, block_size = 2, 16, 16
+    stride = 1 << 27  # elements; the pages in between are never touched, so never resident
+    space = torch.empty(20 * stride, dtype=dtype)
+    large = space.as_strided((20, heads, 1, 2, block_size, dim), (stride, 512, 512, 256, dim, 1))
+    batch, pool = (
+        make_batch([(16, 9)], block_size, 20),
+        make_pool(20, heads, block_size, dim, dtype)[:, :, :1],
+    )
+    batch.block_tables[0] = torch.tensor([19, 17])
+    batch = replace(batch, slots=17 * block_size + torch.arange(9))
+    q, k, v = torch.randn(9, 3 * heads, dim).to(dtype).split(heads, dim=1)
+    large[[19, 17]] = pool[[19, 17]]
+    found = []
+    for each in (large, pool):
+        caches = each[:, :, 0, 0], each[:, :, 0, 1]
+        own.rotary_and_write(q, k, v, None, None, batch, *caches)
+        found.append(own.paged_attention(q, *caches, batch, 0.25, None))
+    assert torch.equal(*found)
+    assert torch.equal(large[17], pool[17])
+
+
+def test_wrong_dtypes_and_shapes_are_refused(kernels: tuple[Kernels, torch.dtype]) -> None:
+    own, dtype = kernels
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    batch, pool = make_batch([(0, 2)], 16, 8), make_pool(8, 1, 16, 16, dtype)
+    caches = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    q, k = torch.randn(2, 2, 16).to(dtype), torch.randn(2, 1, 16).to(dtype)
+    wide = torch.ones(2, 9)  # turns 18 elements of 16
+    calls: list[Callable[[], object]] = [
+        lambda: own.rms_norm(q, torch.ones(15, dtype=dtype), 1e-5),
+        lambda: own.silu_mul(q.to(other)),
+        lambda: own.gelu_new(q.to(other)),
+        lambda: own.paged_attention(q.to(other), *caches, batch, 1.0, None),
+        lambda: own.paged_attention(q[:1], *caches, batch, 1.0, None),
+        lambda: own.rotary_and_write(q, k, k.to(other), None, None, batch, *caches),
+        lambda: own.rotary_and_write(q, k, k, wide, wide, batch, *caches),
+        lambda: own.rotary_and_write(q, k, k, wide[:, :8].bfloat16(), wide[:, :8].bfloat16(), batch, *caches),
+    ]
+    if dtype == torch.bfloat16:
+        linear = own.pack_linear(torch.randn(8, 16).to(dtype))
+        calls += [lambda: linear(torch.ones(1, 14).to(dtype)), lambda: linear(torch.ones(1, 16))]
+    for call in calls:
+        with pytest.raises((AssertionError, RuntimeError)):
+            call()
 
 
 def test_attention_without_rows(kernels: tuple[Kernels, torch.dtype]) -> None:
@@ -184,9 +274,15 @@ def test_linear(
     x = torch.randn(rows, in_features + 6).to(dtype)[:, :in_features]
     for out_dtype in (dtype, torch.float32):
         exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        assert_close(own.pack_linear(weight, bias, out_dtype)(x), exact.to(out_dtype))
+        linear = own.pack_linear(weight, bias, out_dtype)
+        found, wanted = linear(x), exact.to(out_dtype)
+        if not isinstance(linear, NativeLinear):  # torch rounds to the weight's dtype first
+            assert found.dtype == out_dtype
+            found, wanted = found.to(dtype), wanted.to(dtype)
+        assert_close(found, wanted)
 
 
+@pytest.mark.skipif(not HAS_AVX512_BF16, reason="the product is torch's here")
 def test_linear_row_knows_no_neighbours() -> None:
     own = kernels_for(CPU, torch.bfloat16)
     weight = torch.randn(960, 576).bfloat16()
