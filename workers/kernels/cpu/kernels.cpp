@@ -1,5 +1,7 @@
 // The C entry points that workers/kernels/native.py calls, one per operator; `dtype` 0 is float, 1 is bf16.
 // Every entry splits its work over an OpenMP team (the runtime that torch has loaded) and returns when done.
+// Not covered: a child forked after the first call. libgomp's threads do not exist there, so a team of two would wait
+// for ever, as in torch's own operators.
 #include <omp.h>
 
 #include <algorithm>
