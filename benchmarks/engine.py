@@ -4,8 +4,9 @@
 
 Every run measures every work on every subject, one after the other, with fresh random prompts; a figure is
 made of the median times over the runs. The peer of a work is the better of transformers' dynamic and static
-cache. The last line of output is JSON: {"rows": [{"work", "ours", "unit", "best_peer", "peer",
-"ratio_to_best_peer", "limit", "limit_share"}, ...]}; a ratio above 1 is ahead in every unit.
+cache. Each measurement is told on stderr as it ends. The last line of output is JSON: {"rows": [{"work",
+"ours", "unit", "best_peer", "peer", "ratio_to_best_peer", "limit", "limit_share"}, ...]}; a ratio above 1 is
+ahead in every unit. Quote only runs on a quiet machine: other programs slow the peers more than us.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +32,7 @@ from benchmarks.roofs import RoofMeter
 from benchmarks.subjects import Subject, Tandem, Transformers
 from benchmarks.works import Kind, Work, limit, standard_works
 from cluster.embedded import ensure
+from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.spec import spec_from_config
 
@@ -41,24 +45,27 @@ MAX_TRIES = 5
 class Bench:
     """Samples of all works on all subjects."""
 
-    def __init__(self, subjects: dict[str, Subject], works: list[Work], vocab_size: int) -> None:
+    def __init__(
+        self, subjects: dict[str, Subject], works: list[Work], vocab_size: int, meter: RoofMeter
+    ) -> None:
         self._subjects = subjects
         self._works = works
         self._vocab_size = vocab_size
         self._random = torch.Generator().manual_seed(0)
-        self.meter = RoofMeter()
+        self.meter = meter
         # Of each work and subject: seconds to the first token and to the last, one pair a run.
         self.samples: dict[int, dict[str, list[tuple[float, float]]]] = {
             number: {name: [] for name in subjects} for number in range(len(works))
         }
 
     def run(self) -> Iterator[str]:
-        """Measures every work once on every subject, in turn; yields what comes next."""
+        """Measures every work once on every subject, in turn; yields a line about each as it ends."""
         for number, work in enumerate(self._works):
             self.meter.sample()
             for name, subject in self._subjects.items():
-                yield f"{name}: {work.kind.value} b{work.batch} p{work.prompt_tokens}"
-                self.samples[number][name].append(self._measure(work, subject))
+                first, last = self._measure(work, subject)
+                self.samples[number][name].append((first, last))
+                yield f"{work.label}: {name} {work.figure(first, last):.1f} {work.unit}"
 
     def warm_up(self) -> None:
         """Touches memory and code of every subject once, untimed."""
@@ -98,9 +105,9 @@ class Bench:
         return ids
 
 
-def rows_of(bench: Bench, works: list[Work], model: str, spec_folder: Path) -> list[dict[str, object]]:
+def rows_of(bench: Bench, works: list[Work], model: str, spec: ModelSpec) -> list[dict[str, object]]:
     """Medians, the better peer of each work, and the share of the limit."""
-    spec, roofs = spec_from_config(Checkpoint(spec_folder).config), bench.meter.roofs()
+    roofs = bench.meter.roofs()
     rows: list[dict[str, object]] = []
     for number, work in enumerate(works):
         figures = bench.figures(number)
@@ -148,6 +155,7 @@ def record(path: Path, rows: list[dict[str, object]], bench: Bench, settings: di
         "machine": {
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
+            "load_15_min": os.getloadavg()[2],  # far above our threads: others ran beside us
             "platform": platform.platform(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -172,30 +180,34 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="short decodes, one run: does it work, roughly how fast"
     )
-    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    parser.add_argument("--json", action="store_true", help="no table on stdout, only the JSON line")
     parser.add_argument("--out", type=Path, help="file for commit, machine and all samples")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     works = standard_works(new_tokens=16 if options.quick else 64)
     runs = options.runs or (1 if options.quick else 5)
-    console = Console(stderr=True)
-    folder = options.model or ensure(console.print)
-    with (
-        closing(Tandem(folder, options.threads, max_running=32)) as ours,
-        console.status("loading") as status,
-    ):
+    folder = options.model or ensure(Console(stderr=True).print)
+    spec = spec_from_config(Checkpoint(folder).config)
+    started = time.monotonic()
+
+    def tell(line: str) -> None:
+        print(f"{time.monotonic() - started:6.1f} s  {line}", file=sys.stderr, flush=True)
+
+    tell("loading")
+    with closing(Tandem(folder, options.threads, max_running=32)) as ours:
         subjects: dict[str, Subject] = {
             OURS: ours,
             "transformers dynamic cache": Transformers(folder, "dynamic"),
             "transformers static cache": Transformers(folder, "static"),
         }
-        bench = Bench(subjects, works, spec_from_config(Checkpoint(folder).config).vocab_size)
+        bench = Bench(subjects, works, spec.vocab_size, RoofMeter())
+        tell("warming up")
         bench.warm_up()
         for run in range(runs):
-            for doing in bench.run():
-                status.update(f"run {run + 1} of {runs}: {doing}")
-    rows = rows_of(bench, works, MODEL_NAMES.get(folder.name.lower(), folder.name), folder)
+            for line in bench.run():
+                tell(f"run {run + 1} of {runs}: {line}")
+    rows = rows_of(bench, works, MODEL_NAMES.get(folder.name.lower(), folder.name), spec)
     if not options.json:
         print_table(Console(), rows, bench)
     if options.out is not None:

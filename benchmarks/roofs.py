@@ -18,8 +18,8 @@ SQUARE = 1024  # side of the matrices where the kernels are not available
 class RoofMeter:
     """Measures read and matrix rate; one sample takes about a tenth of a second."""
 
-    def __init__(self) -> None:
-        self._memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    def __init__(self, read_bytes: int = READ_BYTES) -> None:
+        self._memory = torch.ones(read_bytes // 8, dtype=torch.int64)
         self._left = torch.randn(SQUARE, SQUARE).bfloat16()
         try:
             found: Library | None = Library(library(default_cache()))
@@ -45,8 +45,8 @@ class RoofMeter:
         threads = torch.get_num_threads()
         if self._library is None:
             self._memory.sum()
-            return READ_BYTES
-        return float(self._library.read_all(self._memory.data_ptr(), READ_BYTES, threads))
+            return self._memory.nbytes
+        return float(self._library.read_all(self._memory.data_ptr(), self._memory.nbytes, threads))
 
     def _multiply(self) -> float:
         if self._library is not None and self._library.has_linear:

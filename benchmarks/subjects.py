@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
@@ -82,25 +81,30 @@ class Tandem:
 
 
 class Transformers:
-    """transformers' generate, in one of its cache implementations."""
+    """transformers' generate, in one of its cache implementations, eager: compiling would take minutes."""
 
     def __init__(self, folder: Path, cache: str) -> None:
         """cache: `dynamic` (its default) or `static`."""
         logging.getLogger("transformers").setLevel(logging.ERROR)
         # The loaders and generate() are untyped for checkers; everything that leaves this class is a float.
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        self._options: dict[str, object] = {} if cache == "dynamic" else {"cache_implementation": cache}
+        self._is_static = cache == "static"
 
     def generate(self, prompts: Prompts, new_tokens: int) -> float:
         ids = torch.tensor(prompts, dtype=torch.int64)
-        return self._timed(ids, new_tokens, self._options)
+        return self._timed(ids, new_tokens, {"cache_implementation": "static"} if self._is_static else {})
 
     def after_beginning(self, beginning: Sequence[int], prompt: Sequence[int]) -> float:
-        """Its documented prefix reuse: a cache of the beginning, copied outside of the timed part."""
-        cache = DynamicCache(config=self._model.config)
-        with torch.inference_mode():
+        """Its documented prefix reuse: a cache filled with the beginning, outside of the timed part."""
+        config = self._model.config
+        cache = (
+            StaticCache(config=config, max_cache_len=len(prompt) + 1)
+            if self._is_static
+            else DynamicCache(config=config)
+        )
+        with torch.no_grad():
             self._model(torch.tensor([beginning]), cache=cache)
-        return self._timed(torch.tensor([prompt]), 1, {"cache": copy.deepcopy(cache)})
+        return self._timed(torch.tensor([prompt]), 1, {"cache": cache})
 
     def _timed(self, ids: torch.Tensor, new_tokens: int, options: dict[str, object]) -> float:
         options = {

@@ -32,15 +32,18 @@ class Work:
     def unit(self) -> str:
         return "ms" if self.kind is Kind.CACHED else "tok/s"
 
-    def name(self, model: str, dtype: str) -> str:
+    @property
+    def label(self) -> str:
         match self.kind:
             case Kind.DECODE:
-                what = f"decode b{self.batch}"
+                return f"decode b{self.batch}"
             case Kind.PREFILL:
-                what = f"prefill {self.prompt_tokens}"
+                return f"prefill {self.prompt_tokens}"
             case Kind.CACHED:
-                what = f"ttft {self.prompt_tokens} cached {self.cached_tokens}"
-        return f"{model} {dtype} {what}"
+                return f"ttft {self.prompt_tokens} cached {self.cached_tokens}"
+
+    def name(self, model: str, dtype: str) -> str:
+        return f"{model} {dtype} {self.label}"
 
     def figure(self, first_s: float, all_s: float) -> float:
         """The measure, from the seconds to the first token and to the last; for DECODE all_s > first_s."""
