@@ -1,4 +1,4 @@
-"""The HAProxy that Serve starts, with three of its habits changed by a wrapper around the binary.
+"""The HAProxy that Serve starts, with some of its habits changed by a wrapper around the binary.
 
 - Serve's config has `option splice-request`, with which HAProxy 2.8 often does not notice that a client has
   left (measured: 1 to 4 of 6 clients of unstreamed requests), so the engine would go on for nobody. `-dS`
@@ -7,6 +7,7 @@
 - While no application is deployed or no router replica runs, which is so during start and stop, every path
   is answered with 404 in plain text, by HAProxy or by Serve's proxy behind it, as if the client had asked for
   something wrong; here with 503, as what it is. (The router's own 404s are JSON.)
+- It waits without end for the rest of a request's headers; here for 10 s.
 
 `tandem serve` starts its cluster with the wrapper. For a cluster that something else starts,
 
@@ -30,6 +31,7 @@ previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
     sed -i -e 's/^\\( *bind \\)\\*:/\\1127.0.0.1:/' -e 's/^\\( *bind \\):/\\1127.0.0.1:/' "$argument"
+    sed -i -e '/^ *timeout client /i timeout http-request 10s' "$argument"
     sed -i -e '/^ *server SERVE_PROXY_ACTOR-fallback/i http-response return status ANSWER \
 if { status 404 } { res.hdr(content-type) -m beg text/plain }' "$argument"
     grep -q '^ *use_backend ' "$argument" ||

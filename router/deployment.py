@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +40,10 @@ class GroupSender:
 
     async def __call__(self, ranked: Sequence[GroupId], client_id: str, request: GenerateRequest) -> GroupId:
         """Which group took the request. Raises what the front raised, or what Serve did."""
-        taken_by: GroupId = await self._handle.submit.remote(client_id, request, ranked_groups=tuple(ranked))
+        # Serve numbers a call by the HTTP request it finds in the context, and loses one of two calls with
+        # the same number: the prompts of one list would be such. In an empty context each has its own.
+        response = Context().run(self._handle.submit.remote, client_id, request, ranked_groups=tuple(ranked))
+        taken_by: GroupId = await response
         return taken_by
 
 

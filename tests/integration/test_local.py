@@ -56,6 +56,18 @@ def test_a_chat_answer_is_the_same_streamed_and_whole(server: Serving) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_each_prompt_of_a_list_gets_its_choice(server: Serving) -> None:
+    prompts = ["One two three", "The sky is", "One two three"]
+    with server.client() as client:
+        whole = client.completions.create(model=server.model, prompt=prompts, max_tokens=4, temperature=0)
+        alone = [
+            client.completions.create(model=server.model, prompt=prompt, max_tokens=4, temperature=0)
+            for prompt in prompts
+        ]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert [choice.text for choice in whole.choices] == [answer.choices[0].text for answer in alone]
+
+
 def test_both_routers_serve_and_reach_the_same_cache(server: Serving) -> None:
     prompt = "One two three four five six seven eight nine ten. " * 8
 
