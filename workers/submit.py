@@ -12,6 +12,9 @@ from workers.channel import Channel, ClientIdentity, HandshakeFailed, connect
 from workers.types import GenerateRequest, GroupInfo, GroupStats, RequestId
 from workers.wire import Accepted, Goodbye, Message, Ping, Pong, Refused, Stats, Submit, WireError
 
+DEAD_AFTER_S = 10.0  # rank 0 sends a heartbeat every second; silent for longer, it is gone
+_CHECK_PERIOD_S = 1.0
+
 
 class SubmitRefused(Exception):
     """The group did not take the request. `code`: client_not_connected, duplicate_request, aborted,
@@ -33,9 +36,18 @@ def _rebuild_refusal(message: str, code: str) -> SubmitRefused:
 class SubmitClient:
     """A connection to rank 0 that submits. One per front; not thread-safe."""
 
-    def __init__(self, identity: ClientIdentity, *, on_lost: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        identity: ClientIdentity,
+        *,
+        on_lost: Callable[[str], None] | None = None,
+        dead_after_s: float = DEAD_AFTER_S,
+    ) -> None:
+        """`on_lost` hears once, with the reason, that the connection ended, also for mere silence."""
         self._identity = identity
         self._on_lost = on_lost
+        self._dead_after_s = dead_after_s
+        self._watch: asyncio.Task[None] | None = None
         self._channel: Channel | None = None
         self._answers: dict[RequestId, asyncio.Future[None]] = {}
         self._stats = GroupStats()
@@ -53,6 +65,7 @@ class SubmitClient:
             on_closed=self._closed,
             timeout_s=timeout_s,
         )
+        self._watch = asyncio.create_task(self._watch_silence(self._channel))
         return info
 
     @property
@@ -94,6 +107,18 @@ class SubmitClient:
         if self._channel is not None:
             self._channel.close("the front closed the connection")
 
+    async def _watch_silence(self, channel: Channel) -> None:
+        """Drops a connection that is silent for too long: a stopped process does not close it."""
+        loop = asyncio.get_running_loop()
+        checked_s, period_s = loop.time(), min(_CHECK_PERIOD_S, self._dead_after_s / 4)
+        while channel.is_open:
+            await asyncio.sleep(period_s)
+            was_late = loop.time() - checked_s > 2 * period_s + 0.5  # what was sent may just be unread
+            checked_s = loop.time()
+            silent_s = checked_s - channel.heard_s
+            if silent_s > self._dead_after_s and not was_late and channel.is_open:
+                channel.drop(f"silent for {silent_s:.1f} s")
+
     def _message(self, channel: Channel, message: Message) -> None:
         match message:
             case Accepted():
@@ -120,6 +145,8 @@ class SubmitClient:
 
     def _closed(self, _channel: Channel, reason: str) -> None:
         reason = self._goodbye or reason
+        if self._watch is not None:
+            self._watch.cancel()
         for request_id in list(self._answers):
             self._settle(request_id, SubmitRefused(f"rank 0 is gone: {reason}", code="group_failed"))
         if self._on_lost is not None:
