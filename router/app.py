@@ -28,11 +28,10 @@ from router.leaving import EventStream, StreamLimits, unless_left
 from router.metrics import DISCONNECTS
 from router.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.service import Service
-from router.settings import RouterSettings
+from router.settings import PASSED_TIMEOUT_HEADER, TIMEOUT_HEADER, RouterSettings
 from router.work import Work
 
 _CLIENT_CLOSED_STATUS = 499  # nobody reads it; access logs do
-_TIMEOUT_HEADER = "x-request-timeout-seconds"  # Serve's name
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -190,7 +189,7 @@ class _Routes:
 
     def _max_s(self, request: Request) -> float:
         """The longest that generating may take: what the client says in a header, up to our own limit."""
-        asked = request.headers.get(_TIMEOUT_HEADER)
+        asked = request.headers.get(PASSED_TIMEOUT_HEADER, request.headers.get(TIMEOUT_HEADER))
         if asked is None:
             return self._settings.max_request_s
         try:
@@ -199,7 +198,7 @@ class _Routes:
             seconds = 0.0
         if not 0 < seconds < math.inf:
             raise invalid(
-                f"The header {_TIMEOUT_HEADER} must be a number above 0, got {quoted(asked)}.",
+                f"The header {TIMEOUT_HEADER} must be a number above 0, got {quoted(asked)}.",
                 code="invalid_header",
             )
         return min(seconds, self._settings.max_request_s)

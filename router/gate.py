@@ -96,7 +96,7 @@ class Gate:
             if has_left:
                 self._metrics.count(DISCONNECTS)
                 return
-            logger.exception("request %s failed", request_id)
+            logger.exception("request %s (x-request-id %s) failed", request_id, shown_id.decode("ascii"))
             if has_started:
                 raise  # the server closes the connection: the answer is visibly incomplete
             fault = internal_error()

@@ -5,6 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# A client's own limit for its request, seconds. Serve acts on the first name too, with an answer of its own
+# (408 in plain text), so its HAProxy passes the header on under the second (`cluster.haproxy_rules`).
+TIMEOUT_HEADER = "x-request-timeout-seconds"
+PASSED_TIMEOUT_HEADER = "x-generation-timeout-seconds"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:

@@ -1,0 +1,93 @@
+"""What clients see of the proxies in front of the router: error shape, request ids, time limits."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.launch import LocalCluster
+from tests.integration.serving import Serving, serving
+
+pytestmark = pytest.mark.integration
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "Tell a long story.", "max_tokens": 4000, "ignore_eos": true}'
+OWN_ID = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+@pytest.fixture(scope="module")
+def server(cluster: LocalCluster, http_port: int) -> Iterator[Serving]:
+    with serving(cluster, http_port, "local.yaml", ["model.dtype=float32"]) as server:
+        yield server
+
+
+def ask(server: Serving, *parts: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Status, headers and body of the answer to some bytes."""
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"".join(parts))
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        headers = [(name.lower(), value) for name, value in answer.getheaders()]
+        return answer.status, headers, answer.read()
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "code"),
+    [
+        ((b"GET / HTTP/1.1\r\nHost: a/?x\r\n\r\n",), 400, "invalid_http"),
+        ((POST, b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc"), 400, "invalid_http"),
+        ((POST, b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n"), 400, "invalid_http"),
+        ((GET, b"X: a\x01b\r\n\r\n"), 400, "invalid_http"),
+        ((GET, b"X: " + b"a" * 17_000 + b"\r\n\r\n"), 431, "headers_too_large"),
+        ((GET, b"X: " + b"a" * 60_000 + b"\r\n\r\n"), 431, "headers_too_large"),
+        ((GET,), 408, "request_timeout"),
+        ((GET.replace(b"models", b"none"), b"\r\n"), 404, "not_found"),
+    ],
+)
+def test_every_refusal_has_the_one_shape(
+    server: Serving, parts: tuple[bytes, ...], status: int, code: str
+) -> None:
+    found, headers, body = ask(server, *parts)
+    error = json.loads(body)["error"]
+    assert (found, error["code"]) == (status, code)
+    assert (error["type"], error["param"]) == ("invalid_request_error", None)
+    assert [value for name, value in headers if name == "content-type"] == ["application/json"]
+    assert len([name for name, _ in headers if name == "x-request-id"]) <= 1
+
+
+@pytest.mark.parametrize(("path", "status"), [(b"/v1/models", 200), (b"/none", 404), (b"/health", 200)])
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [(b"", OWN_ID), (b"bench-1_a.b", "bench-1_a.b"), (b"a b", OWN_ID), (b"x" * 65, OWN_ID)],
+)
+def test_there_is_one_request_id(server: Serving, path: bytes, status: int, sent: bytes, shown: str) -> None:
+    line = b"X-Request-Id: " + sent + b"\r\n" if sent else b""
+    found, headers, _ = ask(server, b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n", line, b"\r\n")
+    assert found == status
+    (id,) = [value for name, value in headers if name == "x-request-id"]
+    assert re.fullmatch(shown, id)
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code"),
+    [
+        (b"0.001", 504, "deadline_exceeded"),
+        (b"0.3", 504, "deadline_exceeded"),
+        (b"0", 400, "invalid_header"),
+        (b"soon", 400, "invalid_header"),
+    ],
+)
+def test_a_clients_time_limit_is_kept_by_the_router(
+    server: Serving, asked: bytes, status: int, code: str
+) -> None:
+    length = b"Content-Length: %d\r\n" % len(BODY)
+    limit = b"X-Request-Timeout-Seconds: " + asked + b"\r\n\r\n"
+    found, _, body = ask(server, POST, length, limit, BODY)
+    assert (found, json.loads(body)["error"]["code"]) == (status, code)
