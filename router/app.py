@@ -29,6 +29,7 @@ from router.metrics import DISCONNECTS
 from router.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.service import Service
 from router.settings import PASSED_TIMEOUT_HEADER, TIMEOUT_HEADER, RouterSettings
+from router.telemetry import Telemetry
 from router.work import Work
 
 _CLIENT_CLOSED_STATUS = 499  # nobody reads it; access logs do
@@ -38,9 +39,15 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    service: Service, settings: RouterSettings, *, new_id: Callable[[], str] | None = None
+    service: Service,
+    settings: RouterSettings,
+    *,
+    telemetry: Telemetry | None = None,
+    new_id: Callable[[], str] | None = None,
 ) -> FastAPI:
     """The application over a service. `new_id` makes request ids; None: random ones.
+
+    `telemetry` answers `/metrics` for all replicas; None: this one is the only one.
 
     Reads the API key file; raises ValueError or OSError when it cannot.
     """
@@ -52,7 +59,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    routes = _Routes(service, settings)
+    routes = _Routes(service, settings, telemetry or Telemetry(service.metrics))
     app.add_middleware(
         Gate,
         settings=settings,
@@ -120,9 +127,10 @@ def _inlined(schema: Any, definitions: dict[str, Any], prefix: str) -> Any:
 class _Routes:
     """The endpoints."""
 
-    def __init__(self, service: Service, settings: RouterSettings) -> None:
+    def __init__(self, service: Service, settings: RouterSettings, telemetry: Telemetry) -> None:
         self._service = service
         self._settings = settings
+        self._telemetry = telemetry
 
     async def chat(self, request: Request) -> Response:
         max_s = self._max_s(request)
@@ -161,7 +169,7 @@ class _Routes:
         return _json({"version": self._settings.version})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._service.metrics.text(), headers={"content-type": _METRICS_TYPE})
+        return Response(await self._telemetry.text(), headers={"content-type": _METRICS_TYPE})
 
     async def load(self, _: Request) -> Response:
         return _json(self._service.load())

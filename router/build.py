@@ -1,11 +1,9 @@
-"""Puts a router's parts together. The one place that chooses clocks, randomness and the metrics registry."""
+"""Puts a router's parts together. The one place that chooses clocks and randomness."""
 
 from __future__ import annotations
 
 import time
 from random import Random, SystemRandom
-
-from prometheus_client import CollectorRegistry
 
 from router.admission import Admission
 from router.dispatch import Dispatcher
@@ -27,18 +25,16 @@ def build_service(
     dispatcher: Dispatcher,
     tokenizer: TextTokenizer,
     settings: RouterSettings,
-    *,
-    registry: CollectorRegistry | None = None,
 ) -> Service:
-    """A service over a dispatcher. `registry` holds its metrics; None: one of its own."""
+    """A service over a dispatcher."""
     random = new_random()
     admission = Admission(settings, clock=time.monotonic, random=random.random)
     metrics = RouterMetrics(
-        registry if registry is not None else CollectorRegistry(),
         model=settings.model_name,
         replica=settings.replica,
         admission=admission,
         groups=dispatcher.groups,
+        clock=time.monotonic,
     )
     preparer = Preparer(
         tokenizer=tokenizer,

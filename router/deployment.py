@@ -14,10 +14,12 @@ from ray.serve.handle import DeploymentHandle
 
 from router.app import create_app
 from router.build import build_service
+from router.directory_board import DirectoryBoard
 from router.directory_source import DirectorySource
 from router.dispatcher import SocketDispatcher
 from router.policy import PolicyConfig
 from router.settings import RouterSettings
+from router.telemetry import Telemetry
 from router.tokenizer import TextTokenizer
 from workers.secret import application_secret
 from workers.types import GenerateRequest, GroupId
@@ -64,8 +66,10 @@ class Router:
             client_id=f"router-{settings.replica}",
         )
         self._service = build_service(self._dispatcher, tokenizer, settings)
-        self._app = create_app(self._service, settings)
+        self._telemetry = Telemetry(self._service.metrics, DirectoryBoard(context.app_name))
+        self._app = create_app(self._service, settings, telemetry=self._telemetry)
         await self._dispatcher.start()
+        await self._telemetry.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's call for the application, after the constructor."""
@@ -74,5 +78,6 @@ class Router:
     async def __del__(self) -> None:
         """Serve's call when the replica ends; it has let requests finish before."""
         self._service.start_draining()
+        await self._telemetry.stop()
         await self._dispatcher.stop()
         self._service.close()

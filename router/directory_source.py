@@ -75,12 +75,14 @@ class DirectorySource:
         """The groups; waits a few seconds for news. Without a directory: those known."""
         try:
             if self._directory is None:
-                self._directory = await asyncio.to_thread(self._find)
+                self._directory = await asyncio.to_thread(find_directory, self._application)
             self._known.take(await self._directory.listing.remote(self._known.version, _WAIT_S))
         except (RayError, ValueError):  # ValueError: no actor of that name
             self._directory = None
         return tuple(self._known.addresses().values())
 
-    def _find(self) -> ActorHandle[Any]:
-        handle: ActorHandle[Any] = ray.get_actor(directory_name(self._application), namespace=NAMESPACE)
-        return handle
+
+def find_directory(application: str) -> ActorHandle[Any]:
+    """The directory of an application. Raises ValueError when there is none. Asks Ray: not on a loop."""
+    handle: ActorHandle[Any] = ray.get_actor(directory_name(application), namespace=NAMESPACE)
+    return handle

@@ -1,25 +1,21 @@
-"""Metrics of a router replica: one table, plain cells, and the text of `/metrics`.
+"""Metrics of a router replica: one table, and the cells of one replica.
 
 What the client saw is counted here (requests by reason, tokens delivered, times); what the groups say of
-themselves is read from their stats at scrape time. Group totals start again with each epoch of a group; the
-collector carries them on, so that no counter ever falls. Counters add up: requests_total over its reasons is
-every request that was admitted, and the token counters equal the sum of the `usage` of all answers plus the
-tokens of the aborted ones.
+themselves is read from their stats. Counters add up: requests_total over its reasons is every request that
+was admitted, and the token counters equal the sum of the `usage` of all answers plus the tokens of the
+aborted ones. `router.telemetry` brings the cells of all replicas together, `router.exposition` writes them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from router.admission import Admission
 from router.dispatch import GroupState
+from router.snapshot import GroupCounts, HistogramCounts, RouterSnapshot, Series
+from workers.snapshots import RETAIN_S
 
 PREFIX = "tandem_"
 
@@ -36,7 +32,7 @@ _TOKEN_S = (
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One row of the table. Label `model` and `replica` come first on every series."""
+    """One row of the table. Labels `model` and `replica` (of a group: `group`) come first on every series."""
 
     name: str  # without prefix, and without _total
     help: str
@@ -54,6 +50,9 @@ DISCONNECTS = MetricSpec("client_disconnects", "Clients that left before their a
 TTFT = MetricSpec("ttft_seconds", "From the request's arrival to its first token", (), _QUEUE_S)
 E2E = MetricSpec("e2e_seconds", "From the request's arrival to its end", (), _WHOLE_S)
 ITL = MetricSpec("itl_seconds", "Gap between tokens of a choice, as they reach the router", (), _TOKEN_S)
+TELEMETRY_FAILURES = MetricSpec(
+    "telemetry_failures", "Times these counts could not be exchanged with the other replicas"
+)
 COUNTERS = (
     REQUESTS,
     CLIENT_ERRORS,
@@ -62,31 +61,51 @@ COUNTERS = (
     CACHED_TOKENS,
     GENERATION_TOKENS,
     DISCONNECTS,
+    TELEMETRY_FAILURES,
 )
 HISTOGRAMS = (TTFT, E2E, ITL)
 INFLIGHT = MetricSpec("requests_inflight", "Admitted requests that have not ended")
 QUEUED = MetricSpec("queue_requests", "Admitted requests without a token yet")
 QUEUED_TOKENS = MetricSpec("queue_tokens", "Prompt tokens of those")
+GAUGES = (INFLIGHT, QUEUED, QUEUED_TOKENS)
+TELEMETRY_AGE = MetricSpec("telemetry_age_seconds", "Age of the replica's counts in this answer")
 REASONS = ("stop", "length", "aborted", "error")
 
-# Gauges and counters of a group: name, help, field of GroupStats.
+
+@dataclass(frozen=True, slots=True)
+class GroupMetric:
+    """A series of a group, and where its value is in GroupStats."""
+
+    spec: MetricSpec
+    field: str
+    label: str = ""
+
+
+UP = MetricSpec("engine_up", "1 when the group answers with tokens")
+EPOCH = MetricSpec("engine_epoch", "Starts of the group's ranks")
+KV_BLOCKS = MetricSpec("kv_blocks", "Blocks of the KV pool", ("state",))
 GROUP_GAUGES = (
-    ("engine_running", "Requests in the engine with blocks", "num_running"),
-    ("engine_waiting", "Requests in the engine's queue", "num_waiting"),
-    ("engine_step_mean_seconds", "Moving mean of a step's duration", "step_seconds"),
+    GroupMetric(KV_BLOCKS, "free_blocks", "free"),
+    GroupMetric(KV_BLOCKS, "cached_blocks", "cached"),
+    GroupMetric(KV_BLOCKS, "active_blocks", "active"),
+    GroupMetric(MetricSpec("engine_running", "Requests in the engine with blocks"), "num_running"),
+    GroupMetric(MetricSpec("engine_waiting", "Requests in the engine's queue"), "num_waiting"),
+    GroupMetric(MetricSpec("engine_step_mean_seconds", "Moving mean of a step's duration"), "step_seconds"),
 )
-GROUP_COUNTERS = (
-    ("engine_prompt_tokens", "Prompt tokens of requests the engine admitted", "prompt_tokens_total"),
-    ("engine_cached_tokens", "Of those, found in its prefix cache", "cached_tokens_total"),
-    ("engine_generated_tokens", "Tokens the engine sampled", "generated_tokens_total"),
-    ("engine_preemptions", "Sequences put back for want of blocks", "preemptions_total"),
-    ("engine_finished_stop", "Requests the engine ended at an end id", "finished_stop_total"),
-    ("engine_finished_length", "Requests the engine ended at a length", "finished_length_total"),
-    ("engine_finished_error", "Requests the engine ended with an error", "finished_error_total"),
-    ("engine_cancelled", "Requests the engine was told to drop", "cancelled_total"),
-    ("engine_steps", "Steps run", "num_steps"),
+GROUP_TOTALS = tuple(
+    GroupMetric(MetricSpec(name, help), field)
+    for name, help, field in (
+        ("engine_prompt_tokens", "Prompt tokens of requests the engine admitted", "prompt_tokens_total"),
+        ("engine_cached_tokens", "Of those, found in its prefix cache", "cached_tokens_total"),
+        ("engine_generated_tokens", "Tokens the engine sampled", "generated_tokens_total"),
+        ("engine_preemptions", "Sequences put back for want of blocks", "preemptions_total"),
+        ("engine_finished_stop", "Requests the engine ended at an end id", "finished_stop_total"),
+        ("engine_finished_length", "Requests the engine ended at a length", "finished_length_total"),
+        ("engine_finished_error", "Requests the engine ended with an error", "finished_error_total"),
+        ("engine_cancelled", "Requests the engine was told to drop", "cancelled_total"),
+        ("engine_steps", "Steps run", "num_steps"),
+    )
 )
-BLOCK_STATES = (("free", "free_blocks"), ("cached", "cached_blocks"), ("active", "active_blocks"))
 
 
 class HistogramCell:
@@ -102,42 +121,41 @@ class HistogramCell:
         self.counts[bisect_left(self.buckets, value)] += 1
         self.total += value
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, samples at or below it), with +Inf last."""
-        rows: list[tuple[str, float]] = []
-        seen = 0
-        for bound, count in zip((*map(str, self.buckets), "+Inf"), self.counts, strict=True):
-            seen += count
-            rows.append((bound, seen))
-        return rows
+    def counts_now(self) -> HistogramCounts:
+        """A copy of the counts."""
+        return HistogramCounts(counts=list(self.counts), total=self.total)
 
 
-class RouterMetrics(Collector):
-    """The cells of one replica; registers itself with the registry it is given."""
+class RouterMetrics:
+    """The cells of one replica."""
 
     def __init__(
         self,
-        registry: CollectorRegistry,
         *,
         model: str,
         replica: str,
         admission: Admission,
         groups: Callable[[], Iterable[GroupState]],
+        clock: Callable[[], float],
     ) -> None:
-        self._registry = registry
-        self._labels = [model, replica]
+        """`clock` is monotonic seconds."""
+        self.model = model
+        self.replica = replica
         self._admission = admission
         self._groups = groups
-        self._totals = _CarriedTotals()
+        self._totals = _CarriedTotals(clock)
         self._counts: dict[tuple[str, str], float] = {}
         self.ttft_s = HistogramCell(TTFT.buckets)
         self.e2e_s = HistogramCell(E2E.buckets)
         self.itl_s = HistogramCell(ITL.buckets)
+        # From zero on: the step from no series to one would be no increase to Prometheus.
         for reason in REASONS:
             self.count(REQUESTS, 0, reason)
-        for spec in (PROMPT_TOKENS, CACHED_TOKENS, GENERATION_TOKENS, DISCONNECTS):
-            self.count(spec, 0)
-        registry.register(self)
+        self.count(CLIENT_ERRORS, 0, "invalid_value")
+        self.count(SERVER_ERRORS, 0, "internal_error")
+        for spec in COUNTERS:
+            if not spec.labels:
+                self.count(spec, 0)
 
     def count(self, spec: MetricSpec, amount: float = 1, label: str = "") -> None:
         """Adds to a counter; `label` is the value of its one own label, from a closed set."""
@@ -148,81 +166,88 @@ class RouterMetrics(Collector):
         """What a counter says now."""
         return self._counts.get((spec.name, label), 0)
 
-    def text(self) -> bytes:
-        """The body of `/metrics`, Prometheus text format 0.0.4."""
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """All series, for the registry."""
-        base = ["model", "replica"]
-        for spec in COUNTERS:
-            counter = CounterMetricFamily(PREFIX + spec.name, spec.help, labels=[*base, *spec.labels])
-            for (name, label), value in sorted(self._counts.items()):
-                if name == spec.name:
-                    counter.add_metric([*self._labels, *([label] if spec.labels else [])], value)
-            yield counter
-        for spec, cell in zip(HISTOGRAMS, (self.ttft_s, self.e2e_s, self.itl_s), strict=True):
-            histogram = HistogramMetricFamily(PREFIX + spec.name, spec.help, labels=base)
-            histogram.add_metric(self._labels, cell.cumulative(), cell.total)
-            yield histogram
-        for spec, value in (
-            (INFLIGHT, self._admission.num_inflight),
-            (QUEUED, self._admission.num_queued),
-            (QUEUED_TOKENS, self._admission.queued_tokens),
-        ):
-            gauge = GaugeMetricFamily(PREFIX + spec.name, spec.help, labels=base)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        yield from self._collect_groups(list(self._groups()))
-
-    def _collect_groups(self, states: list[GroupState]) -> Iterator[Metric]:
-        labels = ["model", "replica", "group"]
-        up = GaugeMetricFamily(PREFIX + "engine_up", "1 when the group answers with tokens", labels=labels)
-        epoch = GaugeMetricFamily(PREFIX + "engine_epoch", "Starts of the group's ranks", labels=labels)
-        blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "Blocks of the KV pool", labels=[*labels, "state"])
-        for state in states:
-            own = [*self._labels, state.info.group_id]
-            up.add_metric(own, 1 if state.ready else 0)
-            epoch.add_metric(own, state.info.epoch)
-            for name, field in BLOCK_STATES:
-                blocks.add_metric([*own, name], getattr(state.stats, field))
-        yield from (up, epoch, blocks)
-        for name, help, field in GROUP_GAUGES:
-            gauge = GaugeMetricFamily(PREFIX + name, help, labels=labels)
-            for state in states:
-                gauge.add_metric([*self._labels, state.info.group_id], getattr(state.stats, field))
-            yield gauge
+    def snapshot(self) -> RouterSnapshot:
+        """A copy of all cells."""
+        states = list(self._groups())
         self._totals.update(states)
-        for name, help, field in GROUP_COUNTERS:
-            counter = CounterMetricFamily(PREFIX + name, help, labels=labels)
-            for group_id, total in self._totals.of(field):
-                counter.add_metric([*self._labels, group_id], total)
-            yield counter
+        present = {str(state.info.group_id): state for state in states}
+        return RouterSnapshot(
+            model=self.model,
+            replica=self.replica,
+            counters=[(name, label, value) for (name, label), value in sorted(self._counts.items())],
+            histograms={
+                spec.name: cell.counts_now()
+                for spec, cell in zip(HISTOGRAMS, (self.ttft_s, self.e2e_s, self.itl_s), strict=True)
+            },
+            gauges=[
+                (INFLIGHT.name, "", self._admission.num_inflight),
+                (QUEUED.name, "", self._admission.num_queued),
+                (QUEUED_TOKENS.name, "", self._admission.queued_tokens),
+            ],
+            groups=[
+                _group_counts(group, present.get(group), self._totals.of(group))
+                for group in self._totals.groups()
+            ],
+        )
+
+
+def _group_counts(group: str, state: GroupState | None, totals: list[Series]) -> GroupCounts:
+    if state is None:  # it has left; what it did stays for a while
+        return GroupCounts(group=group, epoch=0, num_steps=0, is_connected=False, gauges=[], totals=totals)
+    return GroupCounts(
+        group=group,
+        epoch=state.info.epoch,
+        num_steps=state.stats.num_steps,
+        is_connected=state.info.max_model_len > 0,  # one without a connection has said nothing of its model
+        gauges=[
+            (UP.name, "", 1 if state.ready else 0),
+            (EPOCH.name, "", state.info.epoch),
+            *((row.spec.name, row.label, getattr(state.stats, row.field)) for row in GROUP_GAUGES),
+        ],
+        totals=totals,
+    )
 
 
 class _CarriedTotals:
-    """Totals of groups that go on over epochs: what earlier epochs reached, plus the present one."""
+    """Totals of groups that go on over epochs: what earlier epochs reached, plus the present one.
 
-    def __init__(self) -> None:
+    Within an epoch the highest value counts: a group without a connection shows zeros. A group that has left
+    is forgotten after RETAIN_S.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seen_at: dict[str, float] = {}
         self._epoch: dict[str, int] = {}
-        self._before: dict[tuple[str, str], float] = {}  # (group, field) -> sum over earlier epochs
-        self._now: dict[tuple[str, str], float] = {}
+        self._before: dict[str, dict[str, float]] = {}  # group -> metric -> sum over earlier epochs
+        self._now: dict[str, dict[str, float]] = {}
 
     def update(self, states: Iterable[GroupState]) -> None:
+        """Takes the stats of the groups there are now."""
+        now = self._clock()
         for state in states:
-            group = state.info.group_id
-            is_new_epoch = self._epoch.get(group, state.info.epoch) != state.info.epoch
-            self._epoch[group] = state.info.epoch
-            for _, _, field in GROUP_COUNTERS:
-                key = (group, field)
-                if is_new_epoch:
-                    self._before[key] = self._before.get(key, 0) + self._now.get(key, 0)
-                self._now[key] = getattr(state.stats, field)
+            group, epoch = str(state.info.group_id), state.info.epoch
+            known = self._epoch.get(group, epoch)
+            self._seen_at[group] = now
+            if epoch < known:  # a late word
+                continue
+            self._epoch[group] = epoch
+            before, reached = self._before.setdefault(group, {}), self._now.setdefault(group, {})
+            for row in GROUP_TOTALS:
+                name, value = row.spec.name, getattr(state.stats, row.field)
+                if epoch > known:
+                    before[name] = before.get(name, 0) + reached.get(name, 0)
+                    reached[name] = value
+                reached[name] = max(value, reached.get(name, 0))
+        for group in [group for group, seen_at in self._seen_at.items() if now - seen_at >= RETAIN_S]:
+            for table in (self._seen_at, self._epoch, self._before, self._now):
+                del table[group]
 
-    def of(self, field: str) -> list[tuple[str, float]]:
-        """(group, total) of every group seen so far."""
-        return [
-            (group, self._before.get((group, name), 0) + now)
-            for (group, name), now in sorted(self._now.items())
-            if name == field
-        ]
+    def groups(self) -> list[str]:
+        """Groups seen of late, by id."""
+        return sorted(self._seen_at)
+
+    def of(self, group: str) -> list[Series]:
+        """The totals of a group."""
+        before = self._before[group]
+        return [(name, "", before.get(name, 0) + now) for name, now in self._now[group].items()]

@@ -7,6 +7,8 @@ withdraws it at the end. An entry whose lease ran out counts as gone: its front 
 Routers ask for the list with the version they have and get an answer when it changes or after a while.
 They keep what they know when the directory is away. The directory holds nothing that its fronts do not
 know: when it dies, the next renewal makes a new one and every front registers again.
+
+Beside the groups it keeps the routers' latest counts (`workers.snapshots`): all routers reach it already.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from workers.snapshots import SnapshotTable
 from workers.types import GroupId, Role
 
 LEASE_S = 10.0
@@ -67,6 +70,7 @@ class GroupDirectory:
         self._expires: dict[GroupId, float] = {}
         self._failures: Counter[str] = Counter()  # by pool
         self._version = 0
+        self.snapshots = SnapshotTable(clock=clock)
 
     def register(self, entry: GroupEntry) -> None:
         """Put an entry, or change it, and start its lease. An older epoch than the known one is ignored."""

@@ -11,6 +11,7 @@ import ray
 from ray.actor import ActorHandle
 
 from workers.directory import GroupDirectory, GroupEntry, GroupListing
+from workers.snapshots import HeldSnapshot, Snapshot
 from workers.types import GroupId
 
 IDLE_EXIT_S = 20.0  # nobody called for so long: the application is gone, the directory ends itself
@@ -59,6 +60,16 @@ class GroupDirectoryActor:
                 await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:
                 continue
+
+    async def publish(self, snapshot: Snapshot) -> None:
+        """See `SnapshotTable.publish`."""
+        self._touch()
+        self._directory.snapshots.publish(snapshot)
+
+    async def snapshots(self) -> tuple[HeldSnapshot, ...]:
+        """See `SnapshotTable.held`."""
+        self._touch()
+        return self._directory.snapshots.held()
 
     def _touch(self) -> None:
         self._last_call = time.monotonic()

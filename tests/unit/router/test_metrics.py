@@ -11,10 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.admission import Admission
 from router.dispatch import GroupState
 from router.errors import ApiError
-from router.metrics import HistogramCell
+from router.exposition import cumulative
+from router.metrics import HistogramCell, RouterMetrics
 from router.settings import RouterSettings
 from tests.unit.router.client import COMPLETIONS, call, until
 from tests.unit.router.fakes import INFO, READY, FakeDispatcher, says, stack
+from workers.snapshots import RETAIN_S
 from workers.types import GroupStats
 
 
@@ -27,7 +29,8 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def only(text: str, name: str, **labels: str) -> float:
-    wanted = {"model": "toy", "replica": "router", **labels}
+    """The value of a series; groups' series carry no replica."""
+    wanted = {"model": "toy", **({} if "group" in labels else {"replica": "router"}), **labels}
     return samples(text)[(f"tandem_{name}", tuple(sorted(wanted.items())))]
 
 
@@ -90,7 +93,7 @@ def test_bucket_rows_never_fall_and_end_at_the_count() -> None:
     cell = HistogramCell((0.1, 1.0, 10.0))
     for value in (0.05, 0.1, 0.5, 5.0, 50.0):
         cell.observe(value)
-    assert cell.cumulative() == [("0.1", 2), ("1.0", 3), ("10.0", 4), ("+Inf", 5)]
+    assert cumulative(cell.buckets, cell.counts) == [("0.1", 2), ("1.0", 3), ("10.0", 4), ("+Inf", 5)]
     text = call(stack().app, "/metrics").text
     rows: dict[str, list[float]] = {}
     for (name, _), value in samples(text).items():
@@ -106,6 +109,7 @@ def test_ttft_includes_waiting() -> None:
         transport = httpx.ASGITransport(app=router.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             task = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"}))
+            await until(lambda: router.dispatcher.num_open == 1)
             await asyncio.sleep(0.2)
             for _ in range(20):
                 gate.release()
@@ -129,6 +133,21 @@ def test_group_totals_go_on_over_epochs() -> None:
     assert [total(1, 5), total(1, 9), total(2, 0), total(2, 3), total(3, 1)] == [5, 9, 9, 12, 13]
     dispatcher.states = ()
     assert only(call(app, "/metrics").text, "engine_generated_tokens_total", group="g0") == 13
+    assert total(2, 50) == 13  # a late word
+
+
+def test_a_group_that_has_left_is_forgotten_after_a_while() -> None:
+    clock, dispatcher = Clock(), FakeDispatcher()
+    admission = Admission(RouterSettings(model_name="toy"), clock=clock, random=lambda: 0.5)
+    metrics = RouterMetrics(
+        model="toy", replica="router", admission=admission, groups=dispatcher.groups, clock=clock
+    )
+    assert [group.group for group in metrics.snapshot().groups] == ["g0"]
+    dispatcher.states = ()
+    clock.now = RETAIN_S - 1.0
+    assert [(group.group, group.gauges) for group in metrics.snapshot().groups] == [("g0", [])]
+    clock.now = RETAIN_S
+    assert metrics.snapshot().groups == []
 
 
 def test_group_gauges() -> None:
