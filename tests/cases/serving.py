@@ -64,6 +64,11 @@ class LocalDispatcher:
         return (GroupState(info=self._info, stats=self._stats, ready=self._loop.is_alive),)
 
     @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._waiting)
+
+    @property
     def stats(self) -> GroupStats:
         """Of the last step."""
         return self._stats
@@ -159,33 +164,33 @@ class Answer:
 
 
 @contextmanager
-def serving(
+def running_engine(
     folder: Path,
     *,
+    group: str = "local",
     tensor_parallel: int = 1,
     max_model_len: int | None = None,
     num_blocks: int = 512,
     max_running: int = 64,
     max_step_tokens: int = 512,
-    **settings: Any,
-) -> Iterator[Serving]:
-    """A stack over a checkpoint in float32. `settings`: fields of RouterSettings."""
+) -> Iterator[tuple[LocalDispatcher, Engine, GroupInfo]]:
+    """An engine over a checkpoint in float32, in a thread."""
     config = GroupConfig(
         model=ModelConfig(path=str(folder), dtype="float32", max_model_len=max_model_len),
         cache=CacheConfig(num_blocks=num_blocks),
         schedule=ScheduleConfig(max_running=max_running, max_step_tokens=max_step_tokens),
         parallel=ParallelConfig(tensor_parallel=tensor_parallel, threads_per_rank=1, device="cpu"),
     )
-    with LocalGroup(config, on_failure=lambda reason: None) as group:
-        facts = group.facts
+    with LocalGroup(config, on_failure=lambda reason: None) as local:
+        facts = local.facts
         engine = Engine(
             limits=facts.limits,
             cache=replace(config.cache, block_size=facts.block_size),
             schedule=config.schedule,
-            executor=group.executor,
+            executor=local.executor,
         )
         info = GroupInfo(
-            group_id=GroupId("local"),
+            group_id=GroupId(group),
             epoch=1,
             role=Role.UNIFIED,
             model=MODEL,
@@ -199,6 +204,32 @@ def serving(
             kv_bytes_per_block=facts.kv_bytes_per_block,
         )
         dispatcher = LocalDispatcher(engine, info)
+        try:
+            yield dispatcher, engine, info
+        finally:
+            dispatcher.close()
+
+
+@contextmanager
+def serving(
+    folder: Path,
+    *,
+    tensor_parallel: int = 1,
+    max_model_len: int | None = None,
+    num_blocks: int = 512,
+    max_running: int = 64,
+    max_step_tokens: int = 512,
+    **settings: Any,
+) -> Iterator[Serving]:
+    """A stack over a checkpoint in float32. `settings`: fields of RouterSettings."""
+    with running_engine(
+        folder,
+        tensor_parallel=tensor_parallel,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        max_running=max_running,
+        max_step_tokens=max_step_tokens,
+    ) as (dispatcher, engine, info):
         router_settings = replace(RouterSettings(model_name=MODEL), **settings)
         tokenizer = TextTokenizer.load(folder)
         service = build_service(dispatcher, tokenizer, router_settings)
@@ -206,5 +237,4 @@ def serving(
         try:
             yield Serving(service, dispatcher, engine, tokenizer, info, Stack(app, service, dispatcher))
         finally:
-            dispatcher.close()
             service.close()

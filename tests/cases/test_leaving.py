@@ -1,8 +1,7 @@
-"""Clients that go away (B48), and counts that add up (B52), over a real engine."""
+"""Clients that go away (B48), over a real engine."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,54 +58,3 @@ def test_plain_requests_are_cancelled(endless: Serving) -> None:
         assert endless.dispatcher.stats.generated_tokens_total == generated
         answer = httpx.post(url + COMPLETIONS, json={**LONG, "max_tokens": 5}, timeout=5).json()
         assert answer["choices"][0]["text"] == "bcdef"
-
-
-def test_counts_add_up(endless: Serving) -> None:
-    """12 that finish, 4 that leave after a token, 2 that leave the queue, 2 that are refused."""
-
-    async def run(url: str) -> dict[str, int]:
-        usage = {"prompt_tokens": 0, "completion_tokens": 0}
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-
-            async def post(**fields: Any) -> httpx.Response:
-                return await client.post(COMPLETIONS, json={"prompt": "abc", **fields})
-
-            finished = await asyncio.gather(
-                *(post(max_tokens=5) for _ in range(6)), *(post(max_tokens=40, stop="fgh") for _ in range(6))
-            )
-            for response in finished:
-                for name in usage:
-                    usage[name] += response.json()["usage"][name]
-            assert [(await post(max_tokens=0)).status_code, (await post(n=0)).status_code] == [400, 400]
-            for _ in range(4):
-                async with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
-                    await anext(response.aiter_lines())
-            async with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
-                lines = response.aiter_lines()  # closing it would close the connection
-                await anext(lines)
-                queued = [asyncio.create_task(post(max_tokens=3)) for _ in range(2)]
-                await asyncio.sleep(0.3)
-                for task in queued:
-                    task.cancel()
-                await asyncio.gather(*queued, return_exceptions=True)
-        return usage
-
-    with server(endless.stack) as url:
-        usage = asyncio.run(asyncio.wait_for(run(url), 60))
-        endless.idle()
-        wait_until(lambda: endless.service.admission.num_inflight == 0)
-        texts = [httpx.get(url + "/metrics").text for _ in range(10)]
-    assert len(set(texts)) == 1
-    text = texts[0]
-    reasons = {
-        r: only(text, "requests_total", model="model", reason=r)
-        for r in ("stop", "length", "aborted", "error")
-    }
-    assert reasons == {"stop": 6, "length": 6, "aborted": 7, "error": 0}
-    assert only(text, "client_errors_total", model="model", code="invalid_value") == 2
-    assert only(text, "ttft_seconds_count", model="model") == 12 + 5
-    assert only(text, "prompt_tokens_total", model="model") == usage["prompt_tokens"] + 5 * 1 + 2 * 3
-    delivered = only(text, "generation_tokens_total", model="model")
-    engine = only(text, "engine_generated_tokens_total", model="model", group="local")
-    # Tokens of the aborted ones are in both; an engine may be a few ahead of what it could still deliver.
-    assert usage["completion_tokens"] + 5 <= delivered <= engine

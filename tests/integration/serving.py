@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import apply_overrides
 from cluster.launch import LocalCluster, deploy, wait_ready
@@ -51,6 +52,19 @@ class Serving:
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 60.0) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=timeout_s, trust_env=False)
+
+    def counts(self) -> dict[str, float]:
+        """Counters and histogram counts of `/metrics` by name and own label, summed over replicas and groups."""
+        counts: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                if not sample.name.endswith(("_total", "_count")):
+                    continue
+                shared = ("model", "replica", "group")
+                own = (value for label, value in sorted(sample.labels.items()) if label not in shared)
+                name = " ".join((sample.name, *own))
+                counts[name] = counts.get(name, 0.0) + sample.value
+        return counts
 
     def groups(self) -> list[dict[str, Any]]:
         """What the router says of its groups."""

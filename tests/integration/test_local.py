@@ -5,7 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -85,11 +87,44 @@ def test_both_routers_serve_and_reach_the_same_cache(server: Serving) -> None:
     assert min(cached for _, cached in answers) >= 64
     routers = {
         line.split('replica="')[1].split('"')[0]
-        for _ in range(12)
         for line in server.get("/metrics").text.splitlines()
-        if line.startswith("tandem_requests_total") or "_requests_total{" in line
+        if line.startswith("tandem_requests_total{")
     }
     assert len(routers) == 2
+
+
+def test_counts_of_both_routers_add_up_through_the_public_port(server: Serving) -> None:
+    before = server.counts()
+    usage: Counter[str] = Counter()
+    reported = ("prompt_tokens", "completion_tokens")
+    seen = [before]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        body = {"model": server.model, "prompt": "One two three", "max_tokens": 6, "ignore_eos": True}
+        asked = [pool.submit(server.post, "/v1/completions", body) for _ in range(12)]
+        refused = [pool.submit(server.post, "/v1/completions", {**body, "n": 0}) for _ in range(2)]
+        while not all(future.done() for future in asked + refused):
+            seen.append(server.counts())
+    for answer in asked:
+        usage.update({name: answer.result().json()["usage"][name] for name in reported})
+    assert [answer.result().status_code for answer in refused] == [400, 400]
+    expected = {
+        "tandem_requests_total length": 12,
+        "tandem_client_errors_total invalid_value": 2,
+        "tandem_prompt_tokens_total": usage["prompt_tokens"],
+        "tandem_generation_tokens_total": usage["completion_tokens"],
+        "tandem_ttft_seconds_count": 12,
+    }
+
+    def told() -> dict[str, float]:
+        seen.append(server.counts())
+        return {name: seen[-1][name] - before[name] for name in expected}
+
+    wait_for(lambda: told() == expected, 5.0, "a router did not publish")
+    assert [told() for _ in range(10)] == [expected] * 10
+    falls = [
+        (old[name], new.get(name)) for old, new in pairwise(seen) for name in old if old[name] > new[name]
+    ]
+    assert falls == []
 
 
 def test_routers_and_fronts_are_small_and_without_torch(server: Serving) -> None:
