@@ -54,7 +54,7 @@ class Serving:
         return httpx.post(self.url + path, json=body, timeout=timeout_s, trust_env=False)
 
     def counts(self) -> dict[str, float]:
-        """Counters and histogram counts of `/metrics` by name and own label, summed over replicas and groups."""
+        """Counters and histogram counts of `/metrics` by name and own label, over replicas and groups."""
         counts: dict[str, float] = {}
         for family in text_string_to_metric_families(self.get("/metrics").text):
             for sample in family.samples:
