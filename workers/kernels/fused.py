@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
 from ctypes import c_double, c_long, c_void_p
 
 import torch
@@ -17,7 +16,7 @@ from workers.kernels.arguments import check_batch, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.interface import PackedLinear, StepLayer, StepModel
 from workers.kernels.library import Library
-from workers.kernels.packed import NativeLinear
+from workers.kernels.packed import NativeLinear, PackedWeights
 
 
 class LayerWeights(ctypes.Structure):
@@ -25,17 +24,13 @@ class LayerWeights(ctypes.Structure):
 
     _fields_ = [
         ("attention_norm", c_void_p),
-        ("qkv", c_void_p),
-        ("qkv_bias", c_void_p),
+        ("qkv", PackedWeights),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
-        ("output", c_void_p),
-        ("output_bias", c_void_p),
+        ("output", PackedWeights),
         ("mlp_norm", c_void_p),
-        ("up", c_void_p),
-        ("up_bias", c_void_p),
-        ("down", c_void_p),
-        ("down_bias", c_void_p),
+        ("up", PackedWeights),
+        ("down", PackedWeights),
         ("window", c_long),
         ("scale", c_double),
     ]
@@ -49,8 +44,7 @@ class Model(ctypes.Structure):
         ("eps", c_double),
         ("layers", ctypes.POINTER(LayerWeights)),
         ("final_norm", c_void_p),
-        ("head", c_void_p),
-        ("head_bias", c_void_p),
+        ("head", PackedWeights),
     ]
 
 
@@ -85,7 +79,6 @@ class NativeStep:
         self._library = library
         self._model = model  # keeps the tensors alive whose addresses are below
         self._layers = (LayerWeights * len(model.layers))(*map(_layer, model.layers))
-        head, head_bias = _linear(model.head)
         first = model.layers[0]
         self._vocab = _native(model.head).out_features
         self._shape = Model(
@@ -99,8 +92,7 @@ class NativeStep:
             eps=model.norm_eps,
             layers=self._layers,
             final_norm=_norm(model.final_norm),
-            head=head,
-            head_bias=head_bias,
+            head=_native(model.head).weights(),
         )
         self._scratch: int = library.step_scratch()
         # Not at exit: a thread that ends with the process may still be inside a step.
@@ -165,23 +157,15 @@ def can_fuse(library: Library, model: StepModel, dtype: torch.dtype) -> bool:
 
 
 def _layer(layer: StepLayer) -> LayerWeights:
-    pairs: Sequence[tuple[int, int | None]] = [
-        _linear(linear) for linear in (layer.qkv, layer.output, layer.up, layer.down)
-    ]
-    qkv, output, up, down = pairs
     return LayerWeights(
         attention_norm=_norm(layer.attention_norm),
-        qkv=qkv[0],
-        qkv_bias=qkv[1],
+        qkv=_native(layer.qkv).weights(),
         query_norm=None if layer.query_norm is None else _norm(layer.query_norm),
         key_norm=None if layer.key_norm is None else _norm(layer.key_norm),
-        output=output[0],
-        output_bias=output[1],
+        output=_native(layer.output).weights(),
         mlp_norm=_norm(layer.mlp_norm),
-        up=up[0],
-        up_bias=up[1],
-        down=down[0],
-        down_bias=down[1],
+        up=_native(layer.up).weights(),
+        down=_native(layer.down).weights(),
         window=layer.sliding_window or 0,
         scale=layer.scale,
     )
@@ -195,9 +179,3 @@ def _norm(weight: torch.Tensor) -> int:
 def _native(linear: PackedLinear) -> NativeLinear:
     assert isinstance(linear, NativeLinear), "can_fuse() looked at every linear"
     return linear
-
-
-def _linear(linear: PackedLinear) -> tuple[int, int | None]:
-    """Addresses of the packed columns and of the bias."""
-    native = _native(linear)
-    return native.packed.data_ptr(), None if native.bias is None else native.bias.data_ptr()

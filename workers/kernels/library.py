@@ -30,7 +30,7 @@ LINEAR_SIGNATURES: dict[str, list[type]] = {
     "tandem_pack": [POINTER, SIZE, SIZE, POINTER, FLAG],
     "tandem_step": [POINTER, POINTER, POINTER, FLAG],
     "tandem_free_step_scratch": [POINTER],
-    "tandem_linear": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, POINTER, POINTER, FLAG, FLAG],
+    "tandem_linear": [POINTER, POINTER, SIZE, SIZE, POINTER, FLAG, FLAG],
 }
 
 

@@ -1,8 +1,11 @@
-"""A bfloat16 linear layer over columns packed for vdpbf16ps, as one linear stream."""
+"""Linear layers over weights packed for the C++ kernels, each as one linear stream."""
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import c_long, c_void_p
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
@@ -11,16 +14,45 @@ from workers.kernels.library import Library
 ALIGNMENT = 64  # bytes, of packed weights
 
 
+class WeightFormat(IntEnum):
+    """As in cpu/linear.h."""
+
+    BF16_PAIRS = 0  # columns in pairs of inputs, for vdpbf16ps
+
+
+class PackedWeights(ctypes.Structure):
+    """As in cpu/linear.h."""
+
+    _fields_ = [
+        ("format", c_long),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("columns", c_long),
+        ("k", c_long),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """A bfloat16 linear layer over packed columns."""
+    """A linear layer of bfloat16 inputs over packed weights."""
 
     library: Library
+    format: WeightFormat
     packed: torch.Tensor  # uint8, aligned
     bias: torch.Tensor | None  # (out,) float32
     in_features: int
     out_features: int
     out_dtype: torch.dtype
+
+    def weights(self) -> PackedWeights:
+        """For a C entry point; addresses, so valid while this layer lives."""
+        return PackedWeights(
+            format=self.format,
+            data=self.packed.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            columns=self.out_features,
+            k=self.in_features,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == torch.bfloat16 and x.shape[-1] == self.in_features, (
@@ -31,17 +63,11 @@ class NativeLinear:
         rows = dense_rows(x)
         out = torch.empty((*x.shape[:-1], self.out_features), dtype=self.out_dtype)
         if rows.shape[0]:
+            weights = self.weights()
             self.library.linear(
-                rows.data_ptr(),
-                rows.stride(0),
-                rows.shape[0],
-                self.in_features,
-                self.out_features,
-                self.packed.data_ptr(),
-                None if self.bias is None else self.bias.data_ptr(),
-                out.data_ptr(),
-                self.out_dtype == torch.float32,
-                torch.get_num_threads(),
+                ctypes.addressof(weights),
+                *(rows.data_ptr(), rows.stride(0), rows.shape[0]),
+                *(out.data_ptr(), self.out_dtype == torch.float32, torch.get_num_threads()),
             )
         return out
 
@@ -67,7 +93,9 @@ def pack(
     dense = weight.contiguous()
     library.pack(dense.data_ptr(), out_features, in_features, packed.data_ptr(), torch.get_num_threads())
     wide_bias = None if bias is None else bias.float().contiguous()
-    return NativeLinear(library, packed, wide_bias, in_features, out_features, out_dtype)
+    return NativeLinear(
+        library, WeightFormat.BF16_PAIRS, packed, wide_bias, in_features, out_features, out_dtype
+    )
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

@@ -125,19 +125,11 @@ void tandem_pack(const bf16* weight, long n, long k, char* packed, int threads) 
     pack_unit(weight, units, size_t(u), [&](size_t column) { return column < size_t(n) ? long(column) : -1L; }, packed);
   });
 }
-// out (rows, n) = x (rows, k; x_stride elements apart) * packed + bias; out_float: float instead of bf16.
-void tandem_linear(const bf16* x, long x_stride, long rows, long k, long n, const char* packed, const float* bias, void* out,
-                   int out_float, int threads) {
-  Units units{size_t(n), size_t(k)};
-  long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
-  for_tasks(long(units.count()) * chunks, threads, [] { return 0; }, [&](long i, int) {
-    long row0 = i % chunks * CHUNK_ROWS;
-    unit_rows((const char*)(x + row0 * x_stride), size_t(x_stride) * 2, size_t(std::min<long>(CHUNK_ROWS, rows - row0)), packed, units,
-              size_t(i / chunks), [&](size_t r, size_t column, int vecs, const float* sums) {
-                size_t at = (size_t(row0) + r) * size_t(n);
-                if (out_float) finish_row(sums, column, vecs, size_t(n), bias, (float*)out + at);
-                else finish_row(sums, column, vecs, size_t(n), bias, (bf16*)out + at);
-              });
+// out (rows, columns) = x (rows, k; x_stride elements apart) * weights + bias; out_float: float instead of bf16.
+void tandem_linear(const PackedWeights* weights, const bf16* x, long x_stride, long rows, void* out, int out_float, int threads) {
+  for_tasks(linear_tasks(*weights, rows), threads, [] { return 0; }, [&](long i, int) {
+    if (out_float) linear_task(*weights, x, x_stride, rows, i, (float*)out);
+    else linear_task(*weights, x, x_stride, rows, i, (bf16*)out);
   });
 }
 StepScratch* tandem_step_scratch() { return new StepScratch; }

@@ -10,21 +10,18 @@
 
 #include "attend.h"
 #include "barrier.h"
+#include "linear.h"
 #include "rows.h"
 
 // Mirrored by workers/kernels/fused.py; pointers may be null where a comment says so.
 struct LayerWeights {
   const bf16* attention_norm;
-  const char* qkv;
-  const float* qkv_bias;  // or null, like every bias
+  PackedWeights qkv;
   const bf16 *query_norm, *key_norm;  // both or neither
-  const char* output;
-  const float* output_bias;
+  PackedWeights output;
   const bf16* mlp_norm;
-  const char* up;  // columns [gate | up]
-  const float* up_bias;
-  const char* down;
-  const float* down_bias;
+  PackedWeights up;  // columns [gate | up]
+  PackedWeights down;
   long window;  // 0: none
   double scale;
 };
@@ -33,8 +30,7 @@ struct Model {
   double eps;
   const LayerWeights* layers;
   const bf16* final_norm;
-  const char* head;
-  const float* head_bias;
+  PackedWeights head;
 };
 struct StepInput {
   bf16* residual;  // (tokens, hidden), overwritten
@@ -80,7 +76,7 @@ class StepWalk {
     each_row([&](long r) { norm(residual + r * m.hidden, m.layers[0].attention_norm, r); });
     for (long l = 0; l < m.num_layers; l++) {
       const LayerWeights& w = m.layers[l];
-      linear(s.normed.data(), m.hidden, qkv_width(), w.qkv, w.qkv_bias, s.qkv.data());
+      linear(w.qkv, s.normed.data(), s.qkv.data());
       each_row([&](long r) { turn_and_write(w, l, r); });
       attend_all(w, l);
       const bf16* attended = s.attended.data();
@@ -89,19 +85,19 @@ class StepWalk {
         each_row([&](long r) { keep(attended, residual, r); });
         attended = s.qkv.data(), residual = s.kept.data();
       }
-      linear(attended, m.heads * m.d, m.hidden, w.output, w.output_bias, s.mixed.data());
+      linear(w.output, attended, s.mixed.data());
       each_row([&](long r) { add_norm(residual, w.mlp_norm, r); });
-      linear(s.normed.data(), m.hidden, 2 * m.inner, w.up, w.up_bias, s.wide.data());
+      linear(w.up, s.normed.data(), s.wide.data());
       bf16* gated = s.wide.data() + rows * 2 * m.inner;
       each_row([&](long r) {
         const bf16* gate = s.wide.data() + r * 2 * m.inner;
         silu_mul_row(gate, gate + m.inner, gated + r * m.inner, m.inner);
       });
-      linear(gated, m.inner, m.hidden, w.down, w.down_bias, s.mixed.data());
+      linear(w.down, gated, s.mixed.data());
       const bf16* following = l + 1 < m.num_layers ? m.layers[l + 1].attention_norm : m.final_norm;
       each_row([&](long r) { add_norm(residual, following, r); });
     }
-    linear(s.normed.data(), m.hidden, m.vocab, m.head, m.head_bias, in.logits);
+    linear(m.head, s.normed.data(), in.logits);
   }
 
  private:
@@ -126,17 +122,8 @@ class StepWalk {
     for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
     together.wait();
   }
-  template <class Out>
-  void linear(const bf16* x, long k, long n, const char* packed, const float* bias, Out* out) {
-    const Units units{size_t(n), size_t(k)};
-    const long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
-    each_task(long(units.count()) * chunks, [&](long i) {
-      const long row0 = i % chunks * CHUNK_ROWS;
-      unit_rows((const char*)(x + row0 * k), size_t(k) * 2, size_t(std::min<long>(CHUNK_ROWS, rows - row0)), packed, units,
-                size_t(i / chunks), [&](size_t r, size_t column, int vecs, const float* sums) {
-                  finish_row(sums, column, vecs, size_t(n), bias, out + (size_t(row0) + r) * size_t(n));
-                });
-    });
+  template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) {
+    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, x, w.k, rows, i, out); });
   }
   void norm(const bf16* x, const bf16* weight, long r) {
     rms_norm_row(x, weight, float(m.eps), s.normed.data() + r * m.hidden, m.hidden, row.data());
