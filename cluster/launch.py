@@ -3,7 +3,8 @@
 Life cycle: `start_local_cluster` runs `ray start --head --block` as a child and returns when its dashboard
 answers; `deploy` hands it the config; `wait_ready` follows Serve's own status until the router says that a
 token has come from every group; `stop_all` lets requests finish, ends the child, and then ends, by process
-id, whatever still carries the mark that this cluster's processes inherit in their environment.
+id, whatever still carries this cluster's mark (`cluster.marked`). Should this process be killed before that,
+its guardian does the last part.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
+from cluster.guardian import Guardian
 from cluster.haproxy import write_wrapper
+from cluster.marked import MARK, end_marked
 from cluster.serve_api import ServeApi, ServeApiError, read_token, token_path
 
-_MARK = "TANDEM_CLUSTER_MARK"
 _HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
 
 
@@ -55,7 +57,8 @@ class LocalCluster:
     api: ServeApi
     gcs_address: str
     folder: Path  # Ray's session files and logs; removed by stop_all
-    mark: str  # value of _MARK in the environment of all its processes
+    mark: str  # value of MARK in the environment of all its processes
+    guardian: Guardian
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -109,6 +112,7 @@ def start_local_cluster(
     command += ["--disable-usage-stats"]
     if num_cpus is not None:
         command += ["--num-cpus", str(num_cpus)]
+    guardian = Guardian.start(mark, folder)
     log = folder / "head.log"
     with log.open("wb") as output:
         head = subprocess.Popen(
@@ -120,7 +124,14 @@ def start_local_cluster(
             start_new_session=True,  # Ctrl-C at the terminal reaches us, and we stop it in order
         )
     api = ServeApi(f"http://127.0.0.1:{dashboard_port}", read_token())
-    cluster = LocalCluster(head=head, api=api, gcs_address=f"127.0.0.1:{gcs_port}", folder=folder, mark=mark)
+    cluster = LocalCluster(
+        head=head,
+        api=api,
+        gcs_address=f"127.0.0.1:{gcs_port}",
+        folder=folder,
+        mark=mark,
+        guardian=guardian,
+    )
     deadline = time.monotonic() + timeout_s
     try:
         while not api.is_reachable():
@@ -196,18 +207,18 @@ def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[str]:
         cluster.head.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         cluster.head.wait(timeout=20.0)
-    leftover = _end_marked(cluster.mark, signal.SIGTERM, wait_s=3.0)
-    killed = _end_marked(cluster.mark, signal.SIGKILL, wait_s=3.0) if leftover else []
+    killed = end_marked(cluster.mark, term_s=3.0, kill_s=3.0)
     with contextlib.suppress(subprocess.TimeoutExpired):
         cluster.head.wait(timeout=1.0)
     shutil.rmtree(cluster.folder, ignore_errors=True)
+    cluster.guardian.dismiss()
     return killed
 
 
 def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
     environment = dict(os.environ)
     environment |= {
-        _MARK: mark,
+        MARK: mark,
         "RAY_AUTH_MODE": "token",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -272,40 +283,6 @@ def plain_message(message: str) -> str:
         elif ending and line.strip():
             ending.append(line)
     return "\n".join(line for line in [*kept, *ending] if line.strip())
-
-
-def _marked_processes(mark: str) -> Iterator[int]:
-    """Ids of living processes that carry the mark of a cluster."""
-    wanted = f"{_MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                environment = (entry / "environ").read_bytes().split(b"\0")
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # ended meanwhile, or not ours to read
-                continue
-            if wanted in environment and state != "Z":
-                yield int(entry.name)
-
-
-def _end_marked(mark: str, signal_number: signal.Signals, *, wait_s: float) -> list[str]:
-    """Signal every marked process and wait; returns the killed, or after a mere request those still alive."""
-    signalled = []
-    for pid in _marked_processes(mark):
-        with contextlib.suppress(OSError):
-            signalled.append(f"{pid} {_title(pid)}")
-            os.kill(pid, signal_number)
-    deadline = time.monotonic() + wait_s
-    while (alive := list(_marked_processes(mark))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return signalled if signal_number == signal.SIGKILL else [f"{pid} {_title(pid)}" for pid in alive]
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
-    except OSError:
-        return ""
 
 
 def _tail(log: Path, num_lines: int = 15) -> str:

@@ -17,14 +17,15 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.launch import check_port, free_port
+from cluster.launch import LocalCluster, check_port, free_port
+from cluster.marked import MARK
 from tests.integration.serving import processes, wait_for
 
 pytestmark = pytest.mark.integration
 
 GRACE_S = 10.0  # for answers in flight, as the command says
 START_S, END_S = 120.0, 60.0
-MARK = "TANDEM_CLUSTER_MARK"
+KILLED_S = 15.0  # until all is gone after SIGKILL
 
 
 @pytest.fixture
@@ -129,6 +130,19 @@ def test_termination_lets_answers_finish_and_leaves_nothing(environment: dict[st
         assert is_ready(port)
         process.terminate()
         assert process.wait(END_S) == 0
+
+
+def test_killing_the_command_leaves_nothing(environment: dict[str, str], cluster: LocalCluster) -> None:
+    """Nor does it touch another cluster of the same user."""
+    port = free_port()
+    with tandem_serve(environment, port) as process:
+        mark = cluster_mark(process.pid)
+        assert processes(mark, "raylet")
+        process.kill()
+        wait_for(lambda: not processes(mark, ""), KILLED_S, "processes live on")
+        check_port("127.0.0.1", port)
+    assert processes(cluster.mark, "raylet")
+    assert cluster.api.is_reachable()
 
 
 def running(port: int) -> int:

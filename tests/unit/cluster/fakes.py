@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.embedded import Progress
+from cluster.guardian import Guardian
 from cluster.launch import LaunchError, LocalCluster, Report
 from cluster.launch import Progress as News
 from cluster.serve_api import ServeApi
@@ -155,7 +156,12 @@ class FakeLauncher:
         report(News("ray", "starting a local Ray cluster"))
         self.head = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         return LocalCluster(
-            head=self.head, api=self._api, gcs_address="127.0.0.1:1", folder=self._folder, mark="m"
+            head=self.head,
+            api=self._api,
+            gcs_address="127.0.0.1:1",
+            folder=self._folder,
+            mark="m",
+            guardian=Guardian(self.head),
         )
 
     def deploy(self, api: ServeApi, config: dict[str, Any], *, report: Report) -> None:
