@@ -42,7 +42,6 @@ class FewerBlocks:
     def __init__(self, executor: Executor, num_blocks: int) -> None:
         self._executor = executor
         self.num_blocks = num_blocks
-        self.kv_bytes_per_block = executor.kv_bytes_per_block
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._executor.execute(plan)

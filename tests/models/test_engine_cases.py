@@ -238,7 +238,6 @@ class Watched:
     def __init__(self, executor: LocalExecutor | GroupExecutor) -> None:
         self.inner = executor
         self.num_blocks = executor.num_blocks
-        self.kv_bytes_per_block = executor.kv_bytes_per_block
         self.blocks: dict[tuple[int, ...], list[int]] = {}
         self.zeroed: list[int] = []
 

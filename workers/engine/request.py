@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from workers.hashing import BlockHash, block_hashes
-from workers.types import FinishReason, GenerateRequest, RequestRefused, SamplingParams
+from workers.types import GenerateRequest, RequestRefused, SamplingParams
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -36,7 +36,6 @@ class RequestState:
         "end_ids",
         "forbidden_ids",
         "is_admitted",
-        "last_reason",
         "max_known_tokens",
         "num_unfinished",
         "prompt_hashes",
@@ -59,7 +58,6 @@ class RequestState:
             self.prompt_hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)
         self.is_admitted = False  # a choice has had blocks
         self.num_unfinished = request.num_choices
-        self.last_reason: FinishReason | None = None
 
 
 def _end_ids(sampling: SamplingParams, limits: EngineLimits) -> frozenset[int]:

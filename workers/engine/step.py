@@ -85,11 +85,6 @@ class Executor(Protocol):
         """Blocks in the KV pool of every rank, measured at start."""
         ...
 
-    @property
-    def kv_bytes_per_block(self) -> int:
-        """Bytes of one block over all ranks."""
-        ...
-
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step. Raises GroupFailed when a rank is dead, silent or out of step."""
         ...

@@ -24,9 +24,8 @@ _EXPLAIN_WAIT_S = 1.0  # for the watchdog to find out who died
 class LocalExecutor:
     """Runs plans in this process: a group of one rank. Implements `workers.engine.step.Executor`."""
 
-    def __init__(self, runner: ModelRunner, kv_bytes_per_block: int) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._kv_bytes_per_block = kv_bytes_per_block
 
     @property
     def runner(self) -> ModelRunner:
@@ -36,10 +35,6 @@ class LocalExecutor:
     @property
     def num_blocks(self) -> int:
         return self._runner.num_blocks
-
-    @property
-    def kv_bytes_per_block(self) -> int:
-        return self._kv_bytes_per_block
 
     def execute(self, plan: StepPlan) -> StepResult:
         return _compute(self._runner.run, plan, arrays_of(plan, self._runner.block_size))
@@ -51,17 +46,9 @@ class LocalExecutor:
 class GroupExecutor:
     """Runs plans on all ranks; lives on rank 0. Implements `workers.engine.step.Executor`."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        link: LeaderLink,
-        kv_bytes_per_block: int,
-        *,
-        on_close: Callable[[], None],
-    ) -> None:
+    def __init__(self, runner: ModelRunner, link: LeaderLink, *, on_close: Callable[[], None]) -> None:
         self._runner = runner
         self._link = link
-        self._kv_bytes_per_block = kv_bytes_per_block
         self._on_close = on_close
 
     @property
@@ -72,10 +59,6 @@ class GroupExecutor:
     @property
     def num_blocks(self) -> int:
         return self._runner.num_blocks
-
-    @property
-    def kv_bytes_per_block(self) -> int:
-        return self._kv_bytes_per_block
 
     def execute(self, plan: StepPlan) -> StepResult:
         arrays = arrays_of(plan, self._runner.block_size)

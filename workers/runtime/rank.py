@@ -140,7 +140,7 @@ class Leader:
         decoder = model.load(TensorParallel(), ranks_on_machine=1)
         num_blocks = model.measure_blocks(ranks_on_machine=1)
         facts = model.facts(num_blocks)
-        self._executor = LocalExecutor(model.runner(decoder, num_blocks), facts.kv_bytes_per_block)
+        self._executor = LocalExecutor(model.runner(decoder, num_blocks))
         return facts
 
     def _load_group(self, link: LeaderLink) -> RankFacts:
@@ -153,7 +153,7 @@ class Leader:
         num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
         facts = model.facts(num_blocks)
         runner = model.runner(decoder, num_blocks)
-        self._executor = GroupExecutor(runner, link, facts.kv_bytes_per_block, on_close=self.close)
+        self._executor = GroupExecutor(runner, link, on_close=self.close)
         return facts
 
 

@@ -98,10 +98,6 @@ class ToyExecutor:
     def num_blocks(self) -> int:
         return self._num_blocks
 
-    @property
-    def kv_bytes_per_block(self) -> int:
-        return 64
-
     def close(self) -> None:
         pass
 

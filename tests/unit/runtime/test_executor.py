@@ -50,9 +50,7 @@ class FakeLink:
 
 
 def executor(runner: FakeRunner, link: FakeLink) -> GroupExecutor:
-    return GroupExecutor(
-        cast(ModelRunner, runner), cast(LeaderLink, link), kv_bytes_per_block=1, on_close=lambda: None
-    )
+    return GroupExecutor(cast(ModelRunner, runner), cast(LeaderLink, link), on_close=lambda: None)
 
 
 def test_a_fault_of_the_forward_pass_ends_the_group() -> None:
