@@ -1,9 +1,9 @@
 """What a rank's process holds, without Ray: the rank itself, and on rank 0 the engine and its server.
 
-    leader = LeaderHost(start)          follower = FollowerHost(start, rendezvous)
-    info = leader.load()            ||  follower.load()          # blocking, at the same time
+    leader = LeaderHost(start, host=...)    follower = FollowerHost(config, 1, leader.rendezvous)
+    info = leader.load()                ||  follower.load()          # blocking, at the same time
     address = await leader.listen()
-    reason = await leader.ended()   ||  reason = follower.follow()
+    reason = await leader.ended()       ||  follower.follow()
     await leader.stop(reason)           # followers end by themselves then
 
 `load` and `follow` block: call them in a thread. Everything else belongs to the asyncio loop.

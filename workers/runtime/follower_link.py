@@ -62,7 +62,10 @@ class FollowerLink:
         while time.monotonic() < deadline:
             kind, body = self._receive()
             if kind is FrameKind.AGREED:
-                return unpack_facts(body)
+                try:
+                    return unpack_facts(body)
+                except ProtocolError as error:
+                    raise LeaderLost(f"rank 0 sent what is no message of ours: {error}") from error
             if kind is not FrameKind.HEARTBEAT:
                 raise LeaderLost(f"rank 0 sent {kind.name} instead of what the ranks agree on")
         raise LeaderLost(f"rank 0 did not answer within {timeout_s:g} s")

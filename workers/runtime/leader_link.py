@@ -117,12 +117,16 @@ class LeaderLink:
         """Collects facts of all ranks, lets `decide` reduce them, tells all ranks the result, returns it.
 
         `decide` raises GroupFailed on a mismatch; the followers are told why. Raises GroupFailed too when a
-        follower dies, or has no facts within the timeout.
+        follower dies, has no facts within the timeout, or sends what are none.
         """
         by_rank: dict[int, Facts] = {0: own}
         deadline = time.monotonic() + timeout_s
         for follower in self._followers.values():
-            by_rank[follower.rank] = unpack_facts(self._await_facts(follower, deadline))
+            body = self._await_facts(follower, deadline)
+            try:
+                by_rank[follower.rank] = unpack_facts(body)
+            except ProtocolError as error:
+                raise GroupFailed(f"{follower.name} sent what is no message of ours: {error}") from error
         try:
             agreed = decide(by_rank)
         except GroupFailed as refusal:

@@ -177,7 +177,7 @@ class Follower:
         self._group: ProcessGroup | None = None
         self._link: FollowerLink | None = None
 
-    def load(self) -> RankFacts:
+    def load(self) -> None:
         """As `Leader.load`; raises LeaderLost where that raises GroupFailed.
 
         Waits for rank 0 to be in its own `load`. An error of this rank is told to rank 0 before it is raised.
@@ -190,7 +190,7 @@ class Follower:
             on_leader_lost=self._on_failure,
         )
         try:
-            return self._load(self._link)
+            self._load(self._link)
         except Exception as error:
             self._link.report_fault(f"{type(error).__name__}: {error}")
             self.close()
@@ -217,7 +217,7 @@ class Follower:
         if self._group is not None:
             self._group.close()
 
-    def _load(self, link: FollowerLink) -> RankFacts:
+    def _load(self, link: FollowerLink) -> None:
         model = RankModel(self._config, self._rank)
         agreed = link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S)
         store = connect_store(self._rendezvous.host, self._rendezvous.store_port)
@@ -226,7 +226,6 @@ class Follower:
         measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
         num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
         self._runner = model.runner(decoder, num_blocks)
-        return model.facts(num_blocks)
 
 
 def _process_group(

@@ -390,3 +390,17 @@ def test_next_frame_skips_heartbeats():
         made.link.send_step(b"s")
         assert next_frame(frames) == (FrameKind.STEP, b"s")
         frames.close()
+
+
+def test_facts_that_are_no_facts_end_the_start_on_both_sides():
+    with group() as made:
+        frames = raw_follower(made)
+        frames.send(FrameKind.FACTS, b"[1, 2]")
+        with pytest.raises(GroupFailed, match=r"rank 1 \(pid \d+\) sent what is no message of ours"):
+            made.link.agree({"dtype": "float32"}, agree_on_identity, timeout_s=TIMEOUT_S)
+        frames.close()
+    link, rank_0 = follower_of_silence(lambda reason: None)
+    with contextlib.closing(link), rank_0:
+        FrameSocket(rank_0, timeout_s=TIMEOUT_S).send(FrameKind.AGREED, b"no JSON")
+        with pytest.raises(LeaderLost, match="rank 0 sent what is no message of ours"):
+            link.agree({"dtype": "float32"}, timeout_s=TIMEOUT_S)
