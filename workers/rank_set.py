@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from workers.rank_actor import RankActor
 
 _END_GRACE_S = 2.0  # a rank that was told to go, or lost its group, needs no longer
 _STOP_TIMEOUT_S = 15.0
+_CAUSE_WAIT_S = 5.0  # a rank that lost another one in the middle of a load has said so by then
+_log = logging.getLogger("ray.serve")
 
 
 class RankLost(RuntimeError):
@@ -64,21 +67,24 @@ class RankSet:
         return next(iter(done)).result()
 
     async def drain(self, timeout_s: float) -> int:
-        """Let requests finish; returns how many are left after the time."""
+        """Let requests finish; returns how many are left after the time, 0 when rank 0 cannot say."""
         if not self._actors:
             return 0
         try:
             async with asyncio.timeout(timeout_s + 5.0):
                 return cast(int, await self._actors[0].drain.remote(timeout_s))
-        except (RayError, TimeoutError):
+        except (RayError, TimeoutError) as error:
+            _log.warning("rank 0 does not say how many requests are left: %r", error)
             return 0
 
     async def stop(self, reason: str) -> None:
         """End the group in order: rank 0 ends its requests and tells the others."""
         if self._actors:
-            with contextlib.suppress(RayError, TimeoutError):
+            try:
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await self._actors[0].stop.remote(reason)
+            except (RayError, TimeoutError) as error:
+                _log.warning("rank 0 does not end in order and is killed: %r", error)
         await self.end()
 
     async def end(self) -> None:
@@ -106,15 +112,20 @@ class RankSet:
 
     async def _all(self, calls: Sequence[Any]) -> list[Any]:
         """Results of one call a rank; the first error ends the wait."""
+        tasks = [asyncio.create_task(_answer(rank, call)) for rank, call in enumerate(calls)]
         try:
-            return list(await asyncio.gather(*[_answer(rank, call) for rank, call in enumerate(calls)]))
+            return list(await asyncio.gather(*tasks))
         except RankLost as error:
             # The others fail because of the first; give the one that knows the cause a moment to say it.
-            answers = await asyncio.gather(
-                *[_answer(rank, call) for rank, call in enumerate(calls)], return_exceptions=True
-            )
-            causes = [answer for answer in answers if isinstance(answer, _RankFault)]
-            raise (causes[0] if causes else error) from error
+            await asyncio.wait(tasks, timeout=_CAUSE_WAIT_S)
+            faults = [task.exception() for task in tasks if task.done()]
+            cause = next((fault for fault in faults if isinstance(fault, _RankFault)), error)
+            if cause is error:
+                raise
+            raise cause from error
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _run(self, rank: int) -> str:
         try:
