@@ -213,9 +213,7 @@ class SocketDispatcher:
 
     async def _offer(self, attempt: _Attempt, request: GenerateRequest, order: Sequence[GroupId]) -> None:
         """Hands the request over; returns when a group has it. Raises what `send` raises, or SendFailed."""
-        wired = request if attempt.wire_id == request.request_id else replace(
-            request, request_id=attempt.wire_id
-        )  # fmt: skip
+        wired = replace(request, request_id=attempt.wire_id)
         sending = asyncio.get_running_loop().create_task(self._hand_over(attempt, wired, order))
         self._sends.add(sending)
         sending.add_done_callback(self._handed_over)

@@ -32,7 +32,7 @@ _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(rb"[A-Za-z0-9._~-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9-]+(?:\s*,\s*[A-Za-z0-9-]+)*")
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Gate:
@@ -96,7 +96,7 @@ class Gate:
             if has_left:
                 self._metrics.count(DISCONNECTS)
                 return
-            logger.exception("request %s (x-request-id %s) failed", request_id, shown_id.decode("ascii"))
+            _log.exception("request %s (x-request-id %s) failed", request_id, shown_id.decode("ascii"))
             if has_started:
                 raise  # the server closes the connection: the answer is visibly incomplete
             fault = internal_error()

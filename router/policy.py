@@ -166,9 +166,13 @@ def _terms(
         "delay": (config.delay_weight + config.delay_per_sequence * sharing) * split.uncached * ms_per_token,
         "decode": steps * step_ms * config.row_share * sharing,
         "memory": _memory_wait_steps(request, load, split, config) * step_ms,
-        "silent": config.silent_cost_ms if load.silent_s > config.silent_after_s else 0.0,
+        "silent": _silent_cost_ms(load, config),
         "balance": min(ahead_tokens, config.max_balance_tokens) * 1000.0 / usual.prefill_tokens_per_s,
     }
+
+
+def _silent_cost_ms(load: GroupLoad, config: PolicyConfig) -> float:
+    return config.silent_cost_ms if load.silent_s > config.silent_after_s else 0.0
 
 
 def _memory_wait_steps(
@@ -186,9 +190,8 @@ def _in_turn(request: RequestView, loads: Sequence[GroupLoad], config: PolicyCon
     """Groups by name, starting one further each time; silent ones last."""
     named = sorted(loads, key=lambda load: load.group_id)
     start = request.turn % len(named) if named else 0
-    choices = [
-        Choice(load.group_id, cost := config.silent_cost_ms * (load.silent_s > config.silent_after_s),
-               {"silent": cost})
-        for load in named[start:] + named[:start]
-    ]  # fmt: skip
+    choices = []
+    for load in named[start:] + named[:start]:
+        cost_ms = _silent_cost_ms(load, config)
+        choices.append(Choice(load.group_id, cost_ms, {"silent": cost_ms}))
     return sorted(choices, key=lambda choice: choice.cost_ms)

@@ -16,7 +16,7 @@ from ray.util.metrics import Counter
 
 from workers.group_start import group_id_of
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 RANKED_GROUPS = "ranked_groups"  # name of the keyword argument that carries the ranking
 
@@ -66,7 +66,7 @@ class RankedRequestRouter(RequestRouter):
                 reason = "ranked_groups_gone"
         except Exception:  # raising would hang the request
             reason = "error"
-            logger.exception("ranking unusable, Serve chooses")
+            _log.exception("ranking unusable, Serve chooses")
         self._count(reason)
         return [list(candidate_replicas)]
 
@@ -74,4 +74,4 @@ class RankedRequestRouter(RequestRouter):
         try:
             self._fallbacks.inc(tags={"reason": reason})
         except Exception:  # a metric must not hang the request either
-            logger.exception("fallback not counted")
+            _log.exception("fallback not counted")

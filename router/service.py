@@ -44,7 +44,7 @@ _RETRY_S = 1.0
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -88,7 +88,8 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every group known has given a real token in its present epoch, and there is one."""
+        """Whether new requests are taken, by at least one group, and every group known has given a real token
+        in its present epoch."""
         groups = self._dispatcher.groups()
         return bool(groups) and all(group.ready for group in groups) and not self.admission.is_draining
 
@@ -342,7 +343,7 @@ class Service:
         self.metrics.count(metric.GENERATION_TOKENS, usage.completion_tokens)
         self.metrics.count(metric.CACHED_TOKENS, usage.cached_tokens)
         self.metrics.e2e_s.observe(seconds)
-        logger.info(
+        _log.info(
             "request %s: %s after %.3f s, %d prompt tokens (%d cached), %d generated",
             *(work.id, outcome, seconds, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         )

@@ -40,7 +40,7 @@ class TokenBytes:
         kinds = [step.get("type") for step in steps]
         self._byte_level = byte_of_symbol() if kinds == ["ByteLevel"] else None
         self._byte_fallback = "ByteFallback" in kinds
-        self._meta = _META if "Metaspace" in kinds else None
+        self._meta: str | None = None
         self.strips_first_space = False
         for step in steps:
             kind = step.get("type")

@@ -1,10 +1,10 @@
 """Text to token ids and back, from a checkpoint's tokenizer files, without transformers (which loads torch).
 
-Equal to transformers on the same folder: `encode` is `tok(text).input_ids`, `encode_chat` is
-`apply_chat_template(messages, add_generation_prompt=True, tokenize=True)`. One thing differs on purpose:
-where a *message* contains the text of a special token (`<|im_start|>system`), it is encoded as plain text,
-so no user can write a control token. A prompt of /v1/completions is the caller's own template and is encoded
-as `tok(text)`.
+Equal to transformers on the same folder: `encode` is `tok(text).input_ids`, `render_chat` and then
+`encode_rendered` are `apply_chat_template(messages, tokenize=True)`. One thing differs on purpose: where a
+*message* contains the text of a special token (`<|im_start|>system`), it is encoded as plain text, so no user
+can write a control token. A prompt of /v1/completions is the caller's own template and is encoded as
+`tok(text)`.
 
 Every method may be called from any thread.
 """

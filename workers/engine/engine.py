@@ -64,9 +64,8 @@ class Engine:
         self._num_arrived = 0
         self._step_seconds = 0.0
         self._num_generated = 0
-        self._num_ended = dict.fromkeys(
-            FinishReason, 0
-        )  # requests, by the reason of the choice that ended last
+        # Requests, by the reason of the choice that ended last.
+        self._num_ended = dict.fromkeys(FinishReason, 0)
 
     def add(self, request: GenerateRequest) -> None:
         """Queues a request. Raises RequestRefused, and then nothing has changed."""
@@ -249,23 +248,15 @@ class Engine:
             self._end(sequence, reason)
         elif sequence.state is _PREFILLING:
             self._scheduler.start_decoding(sequence)
-        if sequence.has_answered:
-            return TokenChunk(
-                request_id=sequence.parent.request.request_id,
-                choice=sequence.choice,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                finish_reason=reason,
-                stop_token_id=stop_token_id,
-            )
+        is_first = not sequence.has_answered
         sequence.has_answered = True
         return TokenChunk(
             request_id=sequence.parent.request.request_id,
             choice=sequence.choice,
             token_ids=token_ids,
             logprobs=logprobs,
-            prompt_logprobs=_take_prompt_scores(sequence),
-            num_cached_tokens=sequence.num_cached or 0,
+            prompt_logprobs=_take_prompt_scores(sequence) if is_first else None,
+            num_cached_tokens=(sequence.num_cached or 0) if is_first else 0,
             finish_reason=reason,
             stop_token_id=stop_token_id,
         )

@@ -68,9 +68,8 @@ class Sequence:
         self.num_computed = 0
         self.num_sealed = 0
         self.block_table: list[int] = []
-        self.hashes = list(
-            parent.prompt_hashes
-        )  # of full blocks of known tokens; output's as they are sealed
+        # Of full blocks of known tokens; those of the output come as they are sealed.
+        self.hashes = list(parent.prompt_hashes)
         self.waits_for: BlockHash | None = None  # a block that another sequence is computing
         self.num_cached: int | None = None  # tokens found cached at the first admission
         self.has_answered = False  # its first chunk is out

@@ -13,7 +13,7 @@ from workers.runtime.errors import RankConfigError
 
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _CGROUP = Path("/sys/fs/cgroup")
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def choose_device(config: ParallelConfig, rank: int) -> torch.device:
@@ -44,7 +44,7 @@ def set_threads(config: ParallelConfig, ranks_on_machine: int) -> None:
         try:
             torch.set_num_interop_threads(1)
         except RuntimeError:  # allowed once, before torch's first parallel work; it only saves idle threads
-            _LOG.debug("inter-operator threads stay at %d", torch.get_num_interop_threads())
+            _log.debug("inter-operator threads stay at %d", torch.get_num_interop_threads())
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:

@@ -29,7 +29,7 @@ from workers.runtime.frames import Frame, FrameKind, FrameSocket, PeerClosed, Pe
 from workers.runtime.handshake import Facts, pack_facts, unpack_facts, welcome
 
 PROGRESS = struct.Struct("<qq")  # body of a follower's heartbeat: steps begun, steps finished
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def heartbeat_interval_s(timeout_s: float) -> float:
@@ -102,7 +102,7 @@ class LeaderLink:
                 continue
             arrived = welcome(connection, self._token)
             if arrived is None:
-                _LOG.warning("a connection to the control port did not prove that it is one of our ranks")
+                _log.warning("a connection to the control port did not prove that it is one of our ranks")
                 continue
             frames, rank, pid = arrived
             if not 1 <= rank < self._world_size or rank in self._followers:

@@ -17,9 +17,8 @@ class ResultBuilder:
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._uses: list[
-            tuple[int, int | None]
-        ] = []  # of each row: its slice, and its target or None: sample
+        # Of each row: its slice, and the token to score; None: the row is sampled from.
+        self._uses: list[tuple[int, int | None]] = []
         for index, piece in enumerate(plan.slices):
             for target in piece.prompt_targets or ():
                 self._uses.append((index, target))
