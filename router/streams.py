@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from workers.types import FinishReason, GenerateRequest, TokenChunk
+from workers.types import GenerateRequest, TokenChunk, error_chunk
 
 MAX_BUFFERED_VALUES = 262_144  # tokens and log-probabilities that a reader may leave untaken
 
@@ -77,15 +77,7 @@ class RequestStream:
     def _end_choice(self, choice: int, code: str, message: str) -> None:
         del self._room[choice]
         self.was_cut = True
-        self._append(
-            TokenChunk(
-                request_id=self._shown_id,
-                choice=choice,
-                finish_reason=FinishReason.ERROR,
-                error=message,
-                error_code=code,
-            )
-        )
+        self._append(error_chunk(self._shown_id, choice, code, message))
 
     def _append(self, chunk: TokenChunk) -> None:
         if chunk.request_id != self._shown_id:

@@ -24,12 +24,12 @@ from workers.engine.request import MAX_CHOICES
 from workers.live_requests import LiveRequests
 from workers.types import (
     BlockEvent,
-    FinishReason,
     GenerateRequest,
     GroupInfo,
     GroupStats,
     RequestId,
     TokenChunk,
+    error_chunk,
 )
 from workers.wire import (
     NONCE_BYTES,
@@ -242,13 +242,7 @@ class StreamServer:
             message = f"the answer does not fit into a frame: {error}"
         request_id, choice = chunks[0].request_id, chunks[0].choice
         failed = [
-            TokenChunk(
-                request_id=request_id,
-                choice=open_choice,
-                finish_reason=FinishReason.ERROR,
-                error=message,
-                error_code="response_too_large",
-            )
+            error_chunk(request_id, open_choice, "response_too_large", message)
             for open_choice in sorted({choice} | self._requests.unfinished(request_id))
         ]
         self._end(request_id)

@@ -1,4 +1,4 @@
-"""The vocabulary that router, group and engine share. Plain frozen data, no behaviour, no dependencies.
+"""The vocabulary that router, group and engine share: plain frozen data, no dependencies.
 
 These classes also travel between processes (see `workers.wire`): only builtin scalars, tuples, enums and
 other classes of this file as fields.
@@ -90,6 +90,17 @@ class TokenChunk:
     stop_token_id: int | None = None  # the id that stopped it, when STOP
     error: str | None = None  # sentence for the client, when ERROR
     error_code: str | None = None  # stable code, when ERROR: "engine_dead", "context_length_exceeded", ...
+
+
+def error_chunk(request_id: RequestId, choice: int, code: str, message: str) -> TokenChunk:
+    """The last chunk of a choice that failed."""
+    return TokenChunk(
+        request_id=request_id,
+        choice=choice,
+        finish_reason=FinishReason.ERROR,
+        error=message,
+        error_code=code,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from workers.types import (
     RequestRefused,
     TokenChunk,
     TokenLogprob,
+    error_chunk,
 )
 
 _STEP_MEAN_WEIGHT = 0.1  # of the newest step, in the moving mean of step_seconds
@@ -279,22 +280,15 @@ class Engine:
         code: str,
         message: str,
         chunks: list[TokenChunk],
-        spoiled: Sequence | None = None,
+        *,
+        spoiled: Sequence,
     ) -> None:
         """Ends all choices of a request with an error; what `spoiled` has computed is not to be trusted."""
         for sequence in self._requests[request_id]:
             if sequence.state is _FINISHED:
                 continue
             self._end(sequence, FinishReason.ERROR, is_spoiled=sequence is spoiled)
-            chunks.append(
-                TokenChunk(
-                    request_id=request_id,
-                    choice=sequence.choice,
-                    finish_reason=FinishReason.ERROR,
-                    error=message,
-                    error_code=code,
-                )
-            )
+            chunks.append(error_chunk(request_id, sequence.choice, code, message))
 
     def _end(self, sequence: Sequence, reason: FinishReason, *, is_spoiled: bool = False) -> None:
         if is_spoiled:

@@ -30,6 +30,7 @@ from workers.types import (
     RequestId,
     RequestRefused,
     TokenChunk,
+    error_chunk,
 )
 
 _IDLE_WAIT_S = 1.0  # the longest single wait of an idle loop
@@ -164,7 +165,7 @@ class EngineLoop:
             self._closing_reason = reason
             left = [command for command in self._commands if not isinstance(command, _Abort)]
             self._commands.clear()
-        chunks = [_error(*choice, _ENGINE_DEAD, reason) for choice in self._engine.unfinished()]
+        chunks = [error_chunk(*choice, _ENGINE_DEAD, reason) for choice in self._engine.unfinished()]
         for request in left:
             chunks += _refusal(request, _ENGINE_DEAD, reason)
         try:
@@ -187,14 +188,4 @@ def _refusal(request: GenerateRequest, code: str, message: str) -> list[TokenChu
     """One error per choice that the sender waits for."""
     num = request.num_choices
     num_choices = num if type(num) is int and 1 <= num <= MAX_CHOICES else 1
-    return [_error(request.request_id, choice, code, message) for choice in range(num_choices)]
-
-
-def _error(request_id: RequestId, choice: int, code: str, message: str) -> TokenChunk:
-    return TokenChunk(
-        request_id=request_id,
-        choice=choice,
-        finish_reason=FinishReason.ERROR,
-        error=message,
-        error_code=code,
-    )
+    return [error_chunk(request.request_id, choice, code, message) for choice in range(num_choices)]
