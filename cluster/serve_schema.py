@@ -43,7 +43,9 @@ def check_file(file: str | FilePath, *, allow_open: bool = False) -> tuple[Any, 
     tree = read_yaml(text)
     problems = list(tree.problems)
     if tree.value is not None:
-        problems += check_tree(tree, allow_open=allow_open)
+        refused = {problem.path for problem in tree.problems}  # their values are missing from the tree
+        found = check_tree(tree, allow_open=allow_open)
+        problems += [problem for problem in found if problem.path not in refused]
     return tree.value, [_in_file(problem, name) for problem in sorted(problems, key=lambda p: p.line or 0)]
 
 
@@ -186,6 +188,16 @@ def _http_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
         yield _problem(
             tree, ("http_options", "port"), "port out of range", got=str(port), allowed="1024 to 65535"
         )
+    if port == grpc_port(tree.value):
+        hint = "http_options.port is the same"
+        yield _problem(tree, ("grpc_options", "port"), "the port is given twice", got=str(port), hint=hint)
+
+
+def grpc_port(tree: dict[str, Any]) -> int | None:
+    """The port of gRPC when a deployment file has options for it."""
+    options = tree.get("grpc_options")
+    port = options.get("port", 9000) if isinstance(options, dict) else None
+    return port if isinstance(port, int) else None
 
 
 def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cluster.config import apply_overrides, check_config
 from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
 from cluster.embedded import EmbeddedModelError, model_folder
 from cluster.problems import ConfigError, Problem
-from cluster.serve_schema import IMPORT_PATH, check_file
+from cluster.serve_schema import IMPORT_PATH, check_file, grpc_port
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.spec import check_tensor_parallel
@@ -36,6 +37,7 @@ class Deployment:
     tree: dict[str, Any]  # for Serve's API, with --port and --set applied
     application: str
     config: TandemConfig
+    assigned: frozenset[str]  # paths that `--set` gives
     host: str
     port: int
     num_replicas: dict[str, int]  # by deployment name; the least when autoscaling
@@ -57,14 +59,31 @@ class Deployment:
 
 
 def load_deployment(
-    file: Path, *, port: int | None = None, assignments: Sequence[str] = (), allow_open: bool = False
+    file: Path,
+    *,
+    port: int | None = None,
+    assignments: Sequence[str] = (),
+    allow_open: bool = False,
+    with_model: bool = False,
 ) -> Deployment:
-    """The deployment of a file. Raises ConfigError with every mistake found, each with its place."""
+    """The deployment of a file. Raises ConfigError with every mistake found, each with its place.
+
+    `with_model`: when there is one, look for mistakes of the model too (`check_model` does it when not).
+    """
     if not file.exists():
         raise ConfigError([_missing_file(file)])
     tree, problems = check_file(file, allow_open=allow_open)
     problems += _command_line_problems(port, assignments)
+    if port is not None and isinstance(tree, dict) and port == grpc_port(tree):
+        hint = "grpc_options.port is the same"
+        problems.append(
+            Problem(
+                path="--port", message="the port is given twice", got=str(port), hint=hint, file=_COMMAND_LINE
+            )
+        )
     if problems:
+        if with_model:
+            problems += _model_problems_despite(tree, assignments, str(file))
         raise ConfigError(problems)
     index, app = next(
         (i, app) for i, app in enumerate(tree["applications"]) if app.get("import_path") == IMPORT_PATH
@@ -81,6 +100,7 @@ def load_deployment(
         tree={**tree, "http_options": http, "applications": applications},
         application=app.get("name", "default"),
         config=config,
+        assigned=_assigned(assignments),
         host=http.get("host", "0.0.0.0"),
         port=http.get("port", 8000),
         num_replicas={
@@ -94,24 +114,39 @@ def check_model(deployment: Deployment) -> Checkpoint | None:
 
     Raises ConfigError naming folder and cause.
     """
-    config, place = deployment.config, deployment.file
+    checkpoint, problems = _open_model(deployment.config, deployment.assigned, deployment.file)
+    if problems:
+        raise ConfigError(problems)
+    return checkpoint
+
+
+def _open_model(
+    config: TandemConfig, assigned: frozenset[str], file: str
+) -> tuple[Checkpoint | None, list[Problem]]:
+    """The model folder, and what does not fit it; each mistake is the file's or the command line's."""
+
+    def place(path: str) -> str:
+        return _COMMAND_LINE if path in assigned else file
+
+    path = "model.path"
     try:
         folder = model_folder(config.model.path)
         if config.model.path == EMBEDDED_MODEL and not folder.exists():
-            return None
+            return None, []
         checkpoint = Checkpoint(folder)
     except (EmbeddedModelError, CheckpointError) as error:
-        raise ConfigError([Problem(path="model.path", message=str(error), file=place)]) from error
+        return None, [Problem(path=path, message=str(error), file=place(path))]
     problems = []
     length = config.model.max_model_len
     if length is not None and length > checkpoint.max_model_len:
+        path = "model.max_model_len"
         problems.append(
             Problem(
-                path="model.max_model_len",
+                path=path,
                 message=f"longer than {folder.name} can",
                 got=str(length),
                 allowed=f"at most {checkpoint.max_model_len}",
-                file=place,
+                file=place(path),
             )
         )
     for name, pool in config.pools.by_name().items():
@@ -119,10 +154,29 @@ def check_model(deployment: Deployment) -> Checkpoint | None:
             check_tensor_parallel(checkpoint.spec, pool.tensor_parallel)
         except TensorParallelError as error:
             path = f"pools.{name}.tensor_parallel"
-            problems.append(Problem(path=path, message=str(error), file=place))
-    if problems:
-        raise ConfigError(problems)
-    return checkpoint
+            problems.append(Problem(path=path, message=str(error), file=place(path)))
+    return checkpoint, problems
+
+
+def _model_problems_despite(tree: Any, assignments: Sequence[str], file: str) -> list[Problem]:
+    """Mistakes of the model in a file that has others too, as far as its config can be read."""
+    applications = tree.get("applications") if isinstance(tree, dict) else None
+    for app in applications if isinstance(applications, list) else ():
+        args = app.get("args") if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH else None
+        if not isinstance(args, dict):
+            continue
+        with suppress(ConfigError):
+            args = apply_overrides(args, assignments)
+        config, _ = check_config(args)
+        if config is None:  # the model's own part may be right
+            config, _ = check_config({"model": args["model"]} if "model" in args else {})
+        if config is not None:
+            return _open_model(config, _assigned(assignments), file)[1]
+    return []
+
+
+def _assigned(assignments: Sequence[str]) -> frozenset[str]:
+    return frozenset(assignment.partition("=")[0].strip() for assignment in assignments)
 
 
 def _command_line_problems(port: int | None, assignments: Sequence[str]) -> list[Problem]:

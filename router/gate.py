@@ -65,6 +65,9 @@ class Gate:
         headers: RawHeaders = list(scope["headers"])
         request_id = self._new_id()
         shown_id = _client_id(headers) or request_id.encode("ascii")
+        is_head = scope["method"] == "HEAD"
+        if is_head:  # as GET, without the body
+            scope = {**scope, "method": "GET"}
         extra: RawHeaders = [(b"x-request-id", shown_id), *self._cors(headers)]
         has_started = has_left = False
 
@@ -73,6 +76,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 has_started = True
                 message["headers"] = [*message.get("headers", ()), *extra]
+            elif is_head and message["type"] == "http.response.body":
+                message["body"] = b""
             try:
                 await send(message)
             except (OSError, RuntimeError) as error:  # a lost connection: ASGI's exception, and uvloop's

@@ -95,7 +95,9 @@ def validate(
     """Check a deployment file and its model folder; start nothing. Exit code 2 when it has mistakes."""
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
-        deployment = load_deployment(file, port=port, assignments=assignments or (), allow_open=allow_open)
+        deployment = load_deployment(
+            file, port=port, assignments=assignments or (), allow_open=allow_open, with_model=True
+        )
         checkpoint = check_model(deployment)
         pools = {
             name: {

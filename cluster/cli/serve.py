@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +24,7 @@ from cluster.running import RunningCluster, process_start
 from cluster.serve_api import ServeApi
 from cluster.validate import DEFAULT_FILE, Deployment, check_model, load_deployment
 
-_GRACE_S = 10.0  # for requests in flight when it is stopped
+_END_S = 5.0  # after the drain: for the error that ends what still runs, and for ranks to end in order
 _QUESTION = "What is the capital of France?"
 
 FileArgument = Annotated[
@@ -63,6 +65,8 @@ class _Server:
         self._services = services
         self._deployment = deployment
         self._timeout_s = timeout_s
+        pools = deployment.config.pools.by_name().values()
+        self._drain_s = max(pool.drain_timeout_s for pool in pools)  # for requests in flight when stopped
         self._cluster: LocalCluster | None = None  # set when we started it
         self._api: ServeApi | None = None  # set when there may be something on it to take back
 
@@ -124,7 +128,7 @@ class _Server:
         try:
             with Phases(self._terminal) as phases:
                 phases.start(
-                    f"stopping; requests in flight have {_GRACE_S:.0f} s, Ctrl-C again stops at once"
+                    f"stopping; requests in flight have {self._drain_s:g} s, Ctrl-C again stops at once"
                 )
                 killed = self._take_back()
                 if killed:
@@ -138,7 +142,7 @@ class _Server:
     def _take_back(self) -> list[str]:
         """Stop the cluster, or empty one that we found; nothing at a second call. Gives what was killed."""
         killed: list[str] = []
-        grace_s = _GRACE_S
+        grace_s = self._drain_s + _END_S
         while self._cluster is not None or self._api is not None:
             try:
                 if self._cluster is not None:
@@ -187,7 +191,17 @@ class _Server:
         say(f"API        {url}/v1\ndashboard  {api.url}\n", style="bold")
         say(curl_example(url, model) + "\n")
         say(python_example(url, model) + "\n")
-        say("Talk to it: tandem chat     What runs: tandem status     End: Ctrl-C")
+        command = command_as_typed(sys.argv[0], Path.cwd())
+        say(f"Talk to it: {command} chat     What runs: {command} status     End: Ctrl-C")
+
+
+def command_as_typed(program: str, folder: Path) -> str:
+    """How the command that runs as `program` can be typed again in a folder."""
+    path = Path(program).absolute()
+    found = shutil.which(path.name)
+    if path.name != "tandem" or (found is not None and Path(found).samefile(path)):
+        return "tandem"
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def curl_example(url: str, model: str) -> str:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.integration
 
 GRACE_S = 10.0  # for answers in flight, as the command says
 START_S, END_S = 120.0, 60.0
+ENDED_CODES = ("engine_dead", "group_failed", "group_draining", "not_connected")
 KILLED_S = 15.0  # until all is gone after SIGKILL
 
 
@@ -42,11 +43,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @contextmanager
-def tandem_serve(environment: dict[str, str], port: int) -> Iterator[subprocess.Popen[str]]:
+def tandem_serve(environment: dict[str, str], port: int, *options: str) -> Iterator[subprocess.Popen[str]]:
     """The command, once it is ready."""
     command = [sys.executable, "-c", "from cluster.cli import main; main()", "serve", "--json"]
     process = subprocess.Popen(
-        [*command, "--port", str(port)], env=environment, stdout=subprocess.PIPE, text=True
+        [*command, "--port", str(port), *options], env=environment, stdout=subprocess.PIPE, text=True
     )
     try:
         wait_for(lambda: process.poll() is not None or is_ready(port), START_S, "it is not ready")
@@ -129,6 +130,22 @@ def test_termination_lets_answers_finish_and_leaves_nothing(environment: dict[st
     with tandem_serve(environment, port) as process:
         assert is_ready(port)
         process.terminate()
+        assert process.wait(END_S) == 0
+
+
+def test_a_stream_that_outlives_the_grace_ends_with_an_error(environment: dict[str, str]) -> None:
+    port = free_port()
+    with (
+        tandem_serve(environment, port, "--set", "pools.unified.drain_timeout_s=1") as process,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        future = pool.submit(stream, port, {"prompt": "Hi", "max_tokens": 8000, "ignore_eos": True})
+        wait_for(lambda: running(port) == 1, 10.0, "it does not run")
+        process.send_signal(signal.SIGTERM)
+        *tokens, last = future.result(timeout=END_S)
+        assert "[DONE]" not in tokens
+        assert json.loads(tokens[-1])["choices"]
+        assert json.loads(last)["error"]["code"] in ENDED_CODES
         assert process.wait(END_S) == 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.cli.serve import command_as_typed
 from cluster.running import RunningCluster, process_start
 from tests.unit.cluster.conftest import World
 
@@ -28,7 +29,7 @@ def test_serve_answers_once_and_stops_all_at_a_signal(world: World, number: sign
         "start",
         "deploy",
         f"wait_ready tandem {url}",
-        "stop 10",
+        "stop 35",
     ]
     lines = [line for line in done.stdout.splitlines() if "s  ... " not in line]  # repeated when slow
     assert [line.split(" s  ", 1)[-1] for line in lines[:5]] == [
@@ -61,6 +62,21 @@ def test_the_curl_and_the_python_snippet_work_as_they_are_printed(world: World) 
         "model": "Fake",
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
+
+
+def test_other_commands_are_told_as_they_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / ".venv" / "bin" / "tandem"
+    command.parent.mkdir(parents=True)
+    command.write_text("")
+    command.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command_as_typed(str(command), tmp_path) == ".venv/bin/tandem"
+    assert command_as_typed(str(command), tmp_path / "other") == str(command)
+    assert command_as_typed("/usr/bin/pytest", tmp_path) == "tandem"
+    monkeypatch.setenv("PATH", str(command.parent))
+    assert command_as_typed(str(command), tmp_path) == "tandem"
 
 
 def test_serve_tells_programs_in_json(world: World) -> None:
@@ -117,7 +133,7 @@ def test_a_failed_start_is_told_and_taken_back(world: World) -> None:
     world.launcher.failure = "deployment failed: no room"
     done = world.run("serve", world.file())
     assert (done.exit_code, done.stderr) == (1, "error: deployment failed: no room\n")
-    assert world.launcher.calls[-1] == "stop 10"
+    assert world.launcher.calls[-1] == "stop 35"
 
 
 def test_a_server_that_is_ready_but_does_not_answer_is_a_failure(world: World) -> None:
@@ -125,7 +141,7 @@ def test_a_server_that_is_ready_but_does_not_answer_is_a_failure(world: World) -
     done = world.run("serve", world.file())
     assert done.exit_code == 1
     assert "says it is ready but does not answer a chat request" in done.stderr
-    assert world.launcher.calls[-1] == "stop 10"
+    assert world.launcher.calls[-1] == "stop 35"
 
 
 def test_a_cluster_that_dies_is_noticed(world: World) -> None:

@@ -163,9 +163,44 @@ def test_the_model_is_compared_with_the_pools(tmp_path: Path, tiny_model: Path) 
         check_model(load_deployment(file, assignments=assignments))
     length, ranks = caught.value.problems
     assert (length.path, length.got, length.allowed) == ("model.max_model_len", "129", "at most 128")
+    assert (length.file, ranks.file) == ("command line", "command line")
     assert ranks.path == "pools.unified.tensor_parallel"
     for part in ("4", "3", "1, 2, 4"):
         assert part in ranks.message
+
+
+def test_mistakes_of_the_model_come_with_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    for right, wrong in (("port: 8000", "port: 80"), ("policy: prefix", "policy: 3")):
+        file.write_text(GOOD.replace("path: embedded", "path: /nowhere/model").replace(right, wrong))
+        with pytest.raises(ConfigError) as caught:
+            load_deployment(file, with_model=True)
+        assert [problem.path for problem in caught.value.problems][1:] == ["model.path"]
+        assert caught.value.problems[1].file == str(file)
+        with pytest.raises(ConfigError) as caught:
+            load_deployment(file, with_model=True, assignments=["model.path=/nowhere/else"])
+        assert caught.value.problems[1].file == "command line"
+        assert "/nowhere/else" in caught.value.problems[1].message
+
+
+def test_a_refused_word_is_one_mistake(tmp_path: Path) -> None:
+    (line,) = problems_of(tmp_path, ("tensor_parallel: 1", "tensor_parallel: 01"))
+    assert line.startswith(f"12:{ARGS}.pools.unified.tensor_parallel: YAML readers do not agree")
+
+
+def test_one_port_for_http_and_grpc_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "good.yaml"
+    grpc = "\ngrpc_options: {port: 8000}\n"
+    (line,) = problems_of(tmp_path, ("\napplications:", f"{grpc}applications:"))
+    assert line.endswith(
+        "grpc_options.port: the port is given twice; got 8000; http_options.port is the same"
+    )
+    file.write_text(GOOD.replace("\napplications:", "\ngrpc_options: {}\napplications:"))
+    assert load_deployment(file).port == 8000
+    with pytest.raises(ConfigError) as caught:
+        load_deployment(file, port=9000)
+    (problem,) = caught.value.problems
+    assert (problem.file, problem.path, problem.got) == ("command line", "--port", "9000")
 
 
 def test_weights_that_lead_outside_the_folder_are_refused(tmp_path: Path, tiny_model: Path) -> None:

@@ -123,6 +123,14 @@ def test_other_origins_get_no_cors_header(locked: Stack) -> None:
     assert "access-control-allow-credentials" not in anyone.headers
 
 
+def test_head_is_get_without_the_body() -> None:
+    router = stack()
+    for path, status in (("/health", 200), ("/v1/models", 200), ("/none", 404), (CHAT, 405)):
+        get, head = call(router.app, path, method="GET"), call(router.app, path, method="HEAD")
+        assert (get.status_code, head.status_code, head.content) == (status, status, b"")
+        assert head.headers["content-length"] == get.headers["content-length"]
+
+
 def test_request_ids() -> None:
     app = stack().app
     first, second = call(app, "/health").headers["x-request-id"], call(app, "/health").headers["x-request-id"]
