@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -284,3 +284,13 @@ class Cluster:
         await self.groups[name].front.submit(client_id, request)
         self.sent.append((request.request_id, name))
         return name
+
+
+@asynccontextmanager
+async def serving(limits: ServerLimits = FAST_SERVER, *, steps: bool = False) -> AsyncIterator[FakeGroup]:
+    """A group behind its server, stopped at the end."""
+    group = await start_group(limits=limits, steps=steps)
+    try:
+        yield group
+    finally:
+        await group.stop()

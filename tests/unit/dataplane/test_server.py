@@ -1,27 +1,23 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.unit.dataplane.fakes import (
-    FAST_SERVER,
     SECRET,
     FakeGroup,
     expected_tokens,
     info,
     request,
     run,
-    start_group,
+    serving,
     until,
 )
 from workers.channel import Channel, ClientIdentity, HandshakeFailed, connect
 from workers.hashing import BlockHash
 from workers.server import ServerLimits
-from workers.submit import SubmitClient, SubmitRefused
+from workers.submit import SubmitRefused
 from workers.types import RequestId, TokenChunk
 from workers.wire import (
     Abort,
@@ -92,15 +88,6 @@ class Reader:
 
     def _closed(self, _channel: Channel, reason: str) -> None:
         self.reason = reason
-
-
-@asynccontextmanager
-async def serving(limits: ServerLimits = FAST_SERVER, *, steps: bool = False) -> AsyncIterator[FakeGroup]:
-    group = await start_group(limits=limits, steps=steps)
-    try:
-        yield group
-    finally:
-        await group.stop()
 
 
 def test_sixteen_streams_get_one_frame_a_step() -> None:
@@ -445,56 +432,6 @@ def test_garbage_from_a_greeted_client_ends_that_client_only(data: bytes) -> Non
             await until(lambda: group.engine.aborted == ["a"])
             group.engine.step()
             await until(lambda: len(good.chunks) == 1)
-
-    run(test())
-
-
-def test_a_front_that_gets_no_answer_gives_up_in_time() -> None:
-    async def test() -> None:
-        async def ignore(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(5.0)
-            writer.close()
-
-        server = await asyncio.start_server(ignore, "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()
-        client = SubmitClient(ClientIdentity(client_id="front", secret=SECRET, subscribes=False))
-        with pytest.raises(HandshakeFailed, match=r"no welcome from .* within 0\.1 s"):
-            await client.connect(host, port, timeout_s=0.1)
-        with pytest.raises(SubmitRefused, match="no connection"):
-            await client.submit("router", request("a"))
-        server.close()
-
-    run(test())
-
-
-def test_a_front_hears_of_a_rank_0_that_falls_silent() -> None:
-    """A stopped process keeps its connections: only the heartbeats that do not come tell."""
-
-    async def test() -> None:
-        async with serving(ServerLimits(heartbeat_s=60.0)) as group:
-            lost: list[str] = []
-            identity = ClientIdentity(client_id="front", secret=SECRET, subscribes=False)
-            client = SubmitClient(identity, on_lost=lost.append, dead_after_s=0.2)
-            await client.connect(group.address.host, group.address.port)
-            assert client.is_open
-            await until(lambda: lost != [])
-            assert re.fullmatch(r"silent for 0\.[2-9] s", lost[0])
-            with pytest.raises(SubmitRefused, match="no connection"):
-                await client.submit("router", request("a"))
-
-    run(test())
-
-
-def test_a_front_keeps_a_rank_0_that_beats() -> None:
-    async def test() -> None:
-        async with serving(ServerLimits(heartbeat_s=0.05)) as group:
-            lost: list[str] = []
-            identity = ClientIdentity(client_id="front", secret=SECRET, subscribes=False)
-            client = SubmitClient(identity, on_lost=lost.append, dead_after_s=0.3)
-            await client.connect(group.address.host, group.address.port)
-            await asyncio.sleep(0.8)
-            assert (lost, client.is_open) == ([], True)
-            client.close()
 
     run(test())
 
