@@ -1,0 +1,1 @@
+"""Grafana dashboards as Python: `python -m dashboards` writes the JSON files beside this one."""
