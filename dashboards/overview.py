@@ -28,7 +28,8 @@ def _percentiles(title: str, description: str, name: str) -> Panel:
 
 
 _ERRORS = f"({_sum_rate('client_errors_total')} + {_sum_rate('server_errors_total')})"
-_CACHED_SHARE = f"{_sum_rate('cached_prompt_tokens_total')} / {_sum_rate('prompt_tokens_total')}"
+# Shares of nothing are left out (> 0): idle times show as gaps.
+_CACHED_SHARE = f"{_sum_rate('cached_prompt_tokens_total')} / ({_sum_rate('prompt_tokens_total')} > 0)"
 
 _NOW = (
     Panel(
@@ -51,7 +52,7 @@ _NOW = (
         title="Errors",
         description="4xx and 5xx answers, as a share of these and of what was admitted.",
         unit="percentunit",
-        queries=(Query(f"{_ERRORS} / ({_ERRORS} + {_sum_rate('requests_total')})"),),
+        queries=(Query(f"{_ERRORS} / ({_ERRORS} + {_sum_rate('requests_total')} > 0)"),),
         kind="stat",
         width=4,
     ),
@@ -140,7 +141,7 @@ _GROUPS = (
         queries=(
             Query(
                 f"sum by (group) ({_rate('engine_cached_tokens_total')})"
-                f" / sum by (group) ({_rate('engine_prompt_tokens_total')})",
+                f" / (sum by (group) ({_rate('engine_prompt_tokens_total')}) > 0)",
                 "{{group}}",
             ),
         ),
