@@ -22,7 +22,7 @@ from router.snapshot import ReplicaRow, RouterSnapshot, decode, encode
 from workers.snapshots import HeldSnapshot, Snapshot
 
 PERIOD_S = 1.0
-TIMEOUT_S = 1.0  # for the board to answer
+TIMEOUT_S = 2.0  # for the board to answer
 _log = logging.getLogger(__name__)
 
 
