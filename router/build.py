@@ -10,6 +10,7 @@ from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.prepare import Preparer
 from router.protocol import INT64_MIN
+from router.sampling_defaults import load_sampling_defaults
 from router.service import Service
 from router.settings import RouterSettings
 from router.text_workers import TextWorkers
@@ -25,8 +26,13 @@ def build_service(
     dispatcher: Dispatcher,
     tokenizer: TextTokenizer,
     settings: RouterSettings,
+    *,
+    model_folder: str | None = None,
 ) -> Service:
-    """A service over a dispatcher."""
+    """A service over a dispatcher. `model_folder`: where the model's own sampling defaults stand, if any."""
+    defaults = {}
+    if model_folder is not None and settings.sampling_defaults == "model":
+        defaults = load_sampling_defaults(model_folder)
     random = new_random()
     admission = Admission(settings, clock=time.monotonic, random=random.random)
     metrics = RouterMetrics(
@@ -49,6 +55,7 @@ def build_service(
         admission=admission,
         metrics=metrics,
         settings=settings,
+        sampling_defaults=defaults,
         clock=time.monotonic,
         wall_clock=time.time,
     )

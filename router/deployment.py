@@ -65,7 +65,9 @@ class Router:
             policy=start.policy,
             client_id=f"router-{settings.replica}",
         )
-        self._service = build_service(self._dispatcher, tokenizer, settings)
+        self._service = build_service(
+            self._dispatcher, tokenizer, settings, model_folder=start.tokenizer_folder
+        )
         self._telemetry = Telemetry(self._service.metrics, DirectoryBoard(context.app_name))
         self._app = create_app(self._service, settings, telemetry=self._telemetry)
         await self._dispatcher.start()

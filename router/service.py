@@ -27,6 +27,7 @@ from router.merge import merged
 from router.metrics import RouterMetrics
 from router.prepare import Arrival, Preparer
 from router.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from router.sampling_defaults import with_defaults
 from router.settings import RouterSettings
 from router.text_workers import TextBusy
 from router.tokenizer import TextTokenizer
@@ -70,14 +71,17 @@ class Service:
         admission: Admission,
         metrics: RouterMetrics,
         settings: RouterSettings,
+        sampling_defaults: Mapping[str, Any],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """`clock` is monotonic seconds, `wall_clock` Unix seconds."""
+        """`sampling_defaults`: fields of requests that do not say. `clock` is monotonic seconds,
+        `wall_clock` Unix seconds."""
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._preparer = preparer
         self._settings = settings
+        self._sampling_defaults = sampling_defaults
         self._clock = clock
         self._wall_clock = wall_clock
         self._started_at = int(wall_clock())
@@ -168,7 +172,7 @@ class Service:
         """Checked and tokenized. Raises ApiError."""
         arrival = self._arrival(request_id, caller)
         self._check_model(body.get("model"))
-        request = parse_chat(body, self._settings)
+        request = parse_chat(with_defaults(body, self._sampling_defaults), self._settings)
         self.admission.check(caller.tenant)
         return await self._tokenizing(self._preparer.chat(request, arrival, self.limits()))
 
@@ -176,7 +180,7 @@ class Service:
         """Checked and tokenized. Raises ApiError."""
         arrival = self._arrival(request_id, caller)
         self._check_model(body.get("model"))
-        request = parse_completion(body, self._settings)
+        request = parse_completion(with_defaults(body, self._sampling_defaults), self._settings)
         self.admission.check(caller.tenant)
         return await self._tokenizing(self._preparer.completion(request, arrival, self.limits()))
 

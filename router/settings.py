@@ -4,6 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 # A client's own limit for its request, seconds. Serve acts on the first name too, with an answer of its own
 # (408 in plain text), so its HAProxy passes the header on under the second (`cluster.haproxy_rules`).
@@ -20,6 +21,9 @@ class RouterSettings:
     version: str = "0.1.0"  # answer of `/version`
     api_keys_file: str | None = None  # one key a line; None: no key is asked for
     cors_origins: tuple[str, ...] = ()  # browsers' origins that may call; "*" for all; empty: no CORS header
+    # What a request that says no temperature, top_k, top_p, min_p or repetition_penalty gets: those
+    # of the checkpoint's generation_config.json, or OpenAI's (temperature 1, nothing cut off).
+    sampling_defaults: Literal["model", "openai"] = "model"
     lenient: bool = False  # ignore unknown request fields instead of refusing them
 
     # One HTTP request.
