@@ -155,16 +155,19 @@ def test_attention_of_more_heads_than_a_tile(kernels: tuple[Kernels, torch.dtype
     )
 
 
+@pytest.mark.parametrize("dim", [24, 64])
 @pytest.mark.parametrize("start", [3, 70])
-def test_attention_reads_nothing_past_the_context(kernels: tuple[Kernels, torch.dtype], start: int) -> None:
+def test_attention_reads_nothing_past_the_context(
+    kernels: tuple[Kernels, torch.dtype], start: int, dim: int
+) -> None:
     _, dtype = kernels
-    batch, clean = make_batch([(start, 2), (0, 1)], 16, 8), make_pool(8, 2, 16, 24, dtype)
+    batch, clean = make_batch([(start, 2), (0, 1)], 16, 8), make_pool(8, 2, 16, dim, dtype)
     dirty = torch.full_like(clean, float("nan"))
     for s, length in enumerate(batch.context_lens.tolist()):
         for position in range(length):
             block, offset = int(batch.block_tables[s, position // 16]), position % 16
             dirty[block, :, :, :, offset] = clean[block, :, :, :, offset]
-    q = torch.randn(3, 4, 24).to(dtype)
+    q = torch.randn(3, 4, dim).to(dtype)
     for each in (kernels[0], REFERENCE):
         found, wanted = (
             each.paged_attention(q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 0.2, None)
@@ -239,17 +242,23 @@ def test_attention_without_rows(kernels: tuple[Kernels, torch.dtype]) -> None:
     assert own.paged_attention(q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 0.25, None).shape == (0, 4, 16)
 
 
-def test_attention_row_knows_neither_neighbours_nor_cuts(kernels: tuple[Kernels, torch.dtype]) -> None:
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (7, 1, 64), (8, 1, 32), (9, 1, 64), (2, 2, 96), (6, 3, 80)]
+)
+def test_attention_row_knows_neither_neighbours_nor_cuts(
+    kernels: tuple[Kernels, torch.dtype], heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
     own, dtype = kernels
-    pool = make_pool(120, 3, 16, 64, dtype)
+    pool = make_pool(120, kv_heads, 16, dim, dtype)
     caches = pool[:, :, 2, 0], pool[:, :, 2, 1]
-    q = torch.randn(150, 9, 64).to(dtype)
+    q = torch.randn(150, heads, dim).to(dtype)
     whole = make_batch([(0, 150)], 16, 120)
-    wanted = own.paged_attention(q, *caches, whole, 0.125, None)
-    for start, stop in [(0, 1), (0, 33), (33, 100), (100, 149), (149, 150)]:
+    wanted = own.paged_attention(q, *caches, whole, 0.125, window)
+    for start, stop in [(0, 1), (0, 33), (33, 100), (100, 102), (102, 149), (149, 150)]:
         piece = make_batch([(start, stop - start)], 16, 120)
         assert torch.equal(piece.block_tables[0], whole.block_tables[0, : piece.block_tables.shape[1]])
-        found = own.paged_attention(q[start:stop], *caches, piece, 0.125, None)
+        found = own.paged_attention(q[start:stop], *caches, piece, 0.125, window)
         assert torch.equal(found, wanted[start:stop])
 
 

@@ -1,12 +1,33 @@
 // One attention task: the loop over groups of keys around the products of attention.h.
 #pragma once
-#include "attention_bf16.h"
+#include "attention_decode.h"
 
-template <class T, class Products> void attend(const Attention<T>& a, const AttentionTask& task, AttentionScratch& s) {
-  const long group = a.group(), wide = (a.d + 15) / 16 * 16, block_size = a.cache.block_size;
-  const long length = a.query_len(task.sequence), start = a.context_lens[task.sequence] - length + task.first;
-  const long tokens = std::min(a.tile_tokens(), length - task.first), rows = tokens * group;
+// First position that a row of the task sees, at a multiple of KEYS; and where its tokens end.
+template <class T> struct TaskSpan {
+  long start, tokens, base, end;  // `start`: position of its first token
+  TaskSpan(const Attention<T>& a, const AttentionTask& task) {
+    const long length = a.query_len(task.sequence);
+    start = a.context_lens[task.sequence] - length + task.first;
+    tokens = std::min(a.tile_tokens(), length - task.first);
+    base = (a.window ? std::max(0L, start - a.window + 1) : 0) / KEYS * KEYS;
+    end = start + tokens;
+  }
+};
+template <class T> void find_keys(const Attention<T>& a, const AttentionTask& task, long base, long end, KeyGroup<T>& found) {
   const int32_t* table = a.tables + task.sequence * a.table_width;
+  found.count = int(std::min<long>(KEYS, end - base));
+  long block = base / a.cache.block_size, offset = base % a.cache.block_size;
+  for (int j = 0; j < found.count; j++) {
+    const long at = table[block] * a.cache.block_stride + task.head * a.cache.head_stride + offset * a.d;
+    found.k[j] = a.cache.k + at, found.v[j] = a.cache.v + at;
+    if (++offset == a.cache.block_size) offset = 0, block++;
+  }
+}
+// next: the task that the thread is likely to do then, or null.
+template <class Products, class T>
+void attend_with(const Attention<T>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
+  const TaskSpan<T> span(a, task);
+  const long group = a.group(), wide = (a.d + 15) / 16 * 16, rows = span.tokens * group;
   const long token0 = a.query_starts[task.sequence] + task.first;
   for (long r = 0; r < rows; r++) {
     const T* q = a.q + (token0 + r / group) * a.q_stride + (task.head * group + r % group) * a.d;
@@ -15,25 +36,23 @@ template <class T, class Products> void attend(const Attention<T>& a, const Atte
     std::fill(s.sum + r * 16, s.sum + r * 16 + 16, 0.f);
     std::fill(s.out + r * wide, s.out + (r + 1) * wide, 0.f);
   }
-  const long end = start + tokens;  // positions any row of the tile can see: [begin, end)
-  const long begin = a.window ? std::max(0L, start - a.window + 1) : 0;
-  for (long base = begin / KEYS * KEYS; base < end; base += KEYS) {
-    const T *k[KEYS], *v[KEYS];
-    const int count = int(std::min<long>(KEYS, end - base));
-    long block = base / block_size, offset = base % block_size;
-    for (int j = 0; j < count; j++) {
-      long at = table[block] * a.cache.block_stride + task.head * a.cache.head_stride + offset * a.d;
-      k[j] = a.cache.k + at, v[j] = a.cache.v + at;
-      if (++offset == block_size) offset = 0, block++;
+  KeyGroup<T> groups[2], *now = groups, *then = groups + 1;
+  find_keys(a, task, span.base, span.end, *now);
+  for (long base = span.base; base < span.end; base += KEYS, std::swap(now, then)) {
+    then->count = 0;
+    if (base + KEYS < span.end) {
+      find_keys(a, task, base + KEYS, span.end, *then);
+    } else if (next) {
+      const TaskSpan<T> following(a, *next);
+      find_keys(a, *next, following.base, following.end, *then);
     }
-    Products::load_group(k, v, count, s, a.d, wide);
-    Products::score(s, rows, a.d, wide);
+    Products::score(s, rows, *now, *then, a.d, wide);
     for (long r = 0; r < rows; r++) {
-      long position = start + r / group;
+      long position = span.start + r / group;
       long from = a.window ? std::clamp<long>(position - a.window + 1 - base, 0, KEYS) : 0;
       Products::softmax(s, r, int(from), int(std::clamp<long>(position + 1 - base, 0, KEYS)), a.scale, wide);
     }
-    Products::add_values(s, rows, a.d, wide);
+    Products::add_values(s, rows, *now, *then, a.d, wide);
   }
   for (long r = 0; r < rows; r++) {
     T* to = a.out + ((token0 + r / group) * a.heads + task.head * group + r % group) * a.d;
@@ -41,12 +60,17 @@ template <class T, class Products> void attend(const Attention<T>& a, const Atte
     for (long i = 0; i < a.d; i++) put(to[i], s.out[r * wide + i] * inverse);
   }
 }
-inline void attend(const Attention<float>& a, const AttentionTask& task, AttentionScratch& s) {
-  attend<float, WideProducts<float>>(a, task, s);
+inline void attend(const Attention<float>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
+  attend_with<WideProducts<float>>(a, task, next, s);
 }
-inline void attend(const Attention<bf16>& a, const AttentionTask& task, AttentionScratch& s) {
+inline void attend(const Attention<bf16>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
 #ifdef __AVX512BF16__
-  if (a.d % 2 == 0) return attend<bf16, PairProducts>(a, task, s);
+  const long rows = TaskSpan<bf16>(a, task).tokens * a.group();
+  if (a.d % 32 == 0 && rows <= FEW_ROWS) return attend_with<FewRowProducts>(a, task, next, s);
+  if (a.d % 2 == 0) return attend_with<PairProducts>(a, task, next, s);
 #endif
-  attend<bf16, WideProducts<bf16>>(a, task, s);
+  attend_with<WideProducts<bf16>>(a, task, next, s);
+}
+inline const AttentionTask* after(const std::vector<AttentionTask>& tasks, long i) {
+  return i + 1 < long(tasks.size()) ? &tasks[i + 1] : nullptr;
 }

@@ -50,6 +50,12 @@ template <class T> std::vector<AttentionTask> attention_tasks(const Attention<T>
   return tasks;
 }
 
+// Where the keys and values of the positions base .. base + count - 1 of one sequence and kv head are.
+template <class T> struct KeyGroup {
+  const T *k[KEYS], *v[KEYS];
+  int count = 0;
+};
+
 // Private to a thread, sized for one tile.
 struct AttentionScratch {
   std::unique_ptr<float[]> space;  // never read before it is written
@@ -74,15 +80,9 @@ template <class T> struct WideProducts {
   static void load_query(const T* q, AttentionScratch& s, long row, long d, long wide) {
     load_row(q, s.queries + row * wide, d);
   }
-  // keys as [d][KEYS], values as [KEYS][wide]; positions from `count` on are zero.
-  static void load_group(const T* const* k, const T* const* v, int count, AttentionScratch& s, long d, long wide) {
-    for (int j = 0; j < KEYS; j++)
-      for (long i = 0; i < d; i++) {
-        s.keys[i * KEYS + j] = j < count ? widen(k[j][i]) : 0.f;
-        s.values[j * wide + i] = j < count ? widen(v[j][i]) : 0.f;
-      }
-  }
-  static void score(AttentionScratch& s, long rows, long d, long wide) {
+  // Scores of all rows and KEYS keys; those from now.count on are of no meaning. `next`: the group to come.
+  static void score(AttentionScratch& s, long rows, const KeyGroup<T>& now, const KeyGroup<T>&, long d, long wide) {
+    load_group(now.k, now.v, now.count, s, d, wide);
     for (long r = 0; r < rows; r++) {
       float sum[KEYS] = {};
       for (long i = 0; i < d; i++)
@@ -107,9 +107,19 @@ template <class T> struct WideProducts {
     if (rescale != 1.f)
       for (long i = 0; i < wide; i++) s.out[row * wide + i] *= rescale;
   }
-  static void add_values(AttentionScratch& s, long rows, long d, long wide) {
+  static void add_values(AttentionScratch& s, long rows, const KeyGroup<T>&, const KeyGroup<T>&, long d, long wide) {
     for (long r = 0; r < rows; r++)
       for (int j = 0; j < KEYS; j++)
         for (long i = 0; i < d; i++) s.out[r * wide + i] += s.weights[r * KEYS + j] * s.values[j * wide + i];
+  }
+
+ private:
+  // keys as [d][KEYS], values as [KEYS][wide]; positions from `count` on are zero.
+  static void load_group(const T* const* k, const T* const* v, int count, AttentionScratch& s, long d, long wide) {
+    for (int j = 0; j < KEYS; j++)
+      for (long i = 0; i < d; i++) {
+        s.keys[i * KEYS + j] = j < count ? widen(k[j][i]) : 0.f;
+        s.values[j * wide + i] = j < count ? widen(v[j][i]) : 0.f;
+      }
   }
 };

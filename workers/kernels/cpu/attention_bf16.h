@@ -3,8 +3,8 @@
 #include "attention.h"
 #ifdef __AVX512BF16__
 
-// 16 rows of 16 pairs -> 16 columns, each written as one line of `to` (a stride of KEYS pairs).
-inline void transpose_pairs(__m512i* r, uint32_t* to) {
+// 16 rows of 16 pairs -> 16 columns, in place.
+inline __attribute__((always_inline)) void transpose_pairs(__m512i* r) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2)
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -19,11 +19,16 @@ inline void transpose_pairs(__m512i* r, uint32_t* to) {
       t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
     }
   for (int j = 0; j < 8; j++) {
-    __m512i even = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88), odd = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
-    _mm512_storeu_si512(to + j * KEYS, even);
-    _mm512_storeu_si512(to + (j + 8) * KEYS, odd);
+    r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+    r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
   }
 }
+// Where the pairs of two rows of 32 come from when they are interleaved.
+inline __m512i interleave_low() {
+  return _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1,
+                          32, 0);
+}
+inline __m512i interleave_high() { return _mm512_add_epi16(interleave_low(), _mm512_set1_epi16(16)); }
 
 // 2^x for x <= 0, to 3e-6 (probabilities become bf16 anyway); exactly 0 below -200, so for -inf; NaN stays NaN (max
 // gives its second operand then).
@@ -52,18 +57,11 @@ struct PairProducts {
       for (long i = 0; i < d; i += 32) {
         __m512i r[16];
         for (int n = 0; n < 16; n++) r[n] = j + n < count ? pairs_at(k[j + n], i, d) : _mm512_setzero_si512();
-        alignas(64) uint32_t spare[16 * KEYS];
+        transpose_pairs(r);
         uint32_t* to = (uint32_t*)s.keys + i / 2 * KEYS + j;
-        if (i / 2 + 16 <= wide / 2) {
-          transpose_pairs(r, to);
-          continue;
-        }
-        transpose_pairs(r, spare);
-        for (int n = 0; n < 8; n++) memcpy(to + n * KEYS, spare + n * KEYS, 64);
+        for (int n = 0; n < (i / 2 + 16 <= wide / 2 ? 16 : 8); n++) _mm512_storeu_si512(to + n * KEYS, r[n]);
       }
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i low = interleave_low(), high = interleave_high();
     for (int j = 0; j < KEYS; j += 2)
       for (long i = 0; i < d; i += 32) {
         __m512i a = j < count ? pairs_at(v[j], i, d) : _mm512_setzero_si512();
@@ -73,7 +71,8 @@ struct PairProducts {
         if (i + 16 < wide) _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, high, b));
       }
   }
-  static void score(AttentionScratch& s, long rows, long d, long wide) {
+  static void score(AttentionScratch& s, long rows, const KeyGroup<bf16>& now, const KeyGroup<bf16>&, long d, long wide) {
+    load_group(now.k, now.v, now.count, s, d, wide);
     panel((const char*)s.queries, wide * 2, int(rows), (const char*)s.keys, KEYS * 4, KEYS / 16, int(d / 2), s.scores, KEYS, false);
   }
   // As WideProducts::softmax, in base 2.
@@ -103,7 +102,7 @@ struct PairProducts {
     }
     _mm512_storeu_ps(s.sum + row * 16, _mm512_add_ps(sum, more));
   }
-  static void add_values(AttentionScratch& s, long rows, long, long wide) {
+  static void add_values(AttentionScratch& s, long rows, const KeyGroup<bf16>&, const KeyGroup<bf16>&, long, long wide) {
     for (long i = 0; i < wide; i += UNIT)
       panel((const char*)s.weights, KEYS * 2, int(rows), (const char*)((uint32_t*)s.values + i), wide * 4,
             int(std::min<long>(4, (wide - i) / 16)), KEYS / 2, s.out + i, wide, true);

@@ -22,7 +22,7 @@ template <class Out> void linear_task(const PackedWeights& w, const bf16* x, lon
   const Units units{size_t(w.columns), size_t(w.k)};
   const long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, row0 = task % chunks * CHUNK_ROWS;
   unit_rows((const char*)(x + row0 * x_stride), size_t(x_stride) * 2, size_t(std::min<long>(CHUNK_ROWS, rows - row0)), w.data, units,
-            size_t(task / chunks), [&](size_t r, size_t column, int vecs, const float* sums) {
+            size_t(task / chunks), task % chunks == chunks - 1, [&](size_t r, size_t column, int vecs, const float* sums) {
               finish_row(sums, column, vecs, units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
             });
 }

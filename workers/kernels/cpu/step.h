@@ -52,13 +52,13 @@ struct StepScratch {
   std::vector<bf16> normed, qkv, attended, wide, mixed, kept;
   std::unique_ptr<std::atomic<long>[]> counters;
   long num_counters = 0;
-  void fit(const Model& m, long tokens) {
+  void fit(const Model& m, long tokens, long team) {
     auto grow = [](std::vector<bf16>& v, long n) { if (long(v.size()) < n) v.resize(n); };
     grow(normed, tokens * m.hidden), grow(mixed, tokens * m.hidden), grow(kept, tokens * m.hidden);
     grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d);
     grow(attended, tokens * m.heads * m.d);
     grow(wide, tokens * 3 * m.inner);
-    const long wanted = (m.num_layers + 1) * 8;
+    const long wanted = (m.num_layers + 1) * 5 * team;
     if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
     for (long i = 0; i < num_counters; i++) counters[i].store(0, std::memory_order_relaxed);
   }
@@ -117,9 +117,13 @@ class StepWalk {
     for (long r = rows * thread / team, end = rows * (thread + 1) / team; r < end; r++) body(r);
     together.wait();
   }
+  // Each thread has its own part of the tasks, in order, so that it reads one stream; then it helps the others.
   template <class F> void each_task(long count, F body) {
-    std::atomic<long>& next = s.counters[phase++];
-    for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+    std::atomic<long>* taken = &s.counters[team * phase++];
+    for (long t = 0; t < team; t++) {
+      const long owner = (thread + t) % team, first = count * owner / team, end = count * (owner + 1) / team;
+      for (long i; (i = first + taken[owner].fetch_add(1, std::memory_order_relaxed)) < end;) body(i);
+    }
     together.wait();
   }
   template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) {
@@ -153,12 +157,12 @@ class StepWalk {
   void attend_all(const LayerWeights& w, long layer) {
     const Attention<bf16> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), in.query_starts, in.context_lens, in.tables,
                             in.num_sequences, in.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
-    each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], attention); });
+    each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), attention); });
   }
 };
 
 inline void run_step(const Model& m, const StepInput& in, StepScratch& s, int threads) {
-  s.fit(m, std::max(in.tokens, in.num_logits));
+  s.fit(m, std::max(in.tokens, in.num_logits), threads);
   const Attention<bf16> shape{nullptr, 0, nullptr, {}, in.query_starts, in.context_lens, in.tables, in.num_sequences, in.table_width,
                               m.heads, m.kv_heads, m.d, 0, 0.f};
   const auto tasks = attention_tasks(shape);
