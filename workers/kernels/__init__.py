@@ -2,10 +2,12 @@
 
 from workers.kernels.batch import StepBatch
 from workers.kernels.choose import kernels_for
+from workers.kernels.draw import Draw
 from workers.kernels.interface import FusedStep, Kernels, PackedLinear, StepLayer, StepModel
 from workers.kernels.reference import TorchKernels
 
 __all__ = [
+    "Draw",
     "FusedStep",
     "Kernels",
     "PackedLinear",

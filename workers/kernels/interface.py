@@ -9,12 +9,14 @@ Every method takes T >= 0 rows and computes each row without regard to the other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from workers.kernels.batch import StepBatch
+from workers.kernels.draw import Draw
 
 
 class PackedLinear(Protocol):
@@ -132,6 +134,17 @@ class Kernels(Protocol):
 
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
         """GELU in its tanh form, as GPT-2 uses it."""
+        ...
+
+    def finite_rows(self, logits: torch.Tensor) -> list[bool]:
+        """Whether each row of logits (R, V) float32 holds finite numbers only."""
+        ...
+
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """An id for every row of logits (R, V) float32, as `workers.kernels.draw` says.
+
+        Minus infinity is an id of probability 0. Each row needs a finite largest logit and has no NaN.
+        """
         ...
 
     def pack_linear(

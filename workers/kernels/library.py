@@ -24,6 +24,8 @@ SIGNATURES: dict[str, list[type]] = {
     ],
     "tandem_silu_mul": [FLAG, POINTER, SIZE, POINTER, SIZE, SIZE, FLAG],
     "tandem_gelu_new": [FLAG, POINTER, POINTER, SIZE, SIZE, FLAG],
+    "tandem_finite_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, FLAG],
+    "tandem_draw": [POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, FLAG],
 }
 # Only where the CPU has AVX512-BF16.
 LINEAR_SIGNATURES: dict[str, list[type]] = {
@@ -59,6 +61,8 @@ class Library:
         self.attention = loaded.tandem_attention
         self.silu_mul = loaded.tandem_silu_mul
         self.gelu_new = loaded.tandem_gelu_new
+        self.finite_rows = loaded.tandem_finite_rows
+        self.draw = loaded.tandem_draw
         if self.has_linear:
             self.pack = loaded.tandem_pack
             self.linear = loaded.tandem_linear

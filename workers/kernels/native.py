@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_long
+
 import torch
 
 from workers.kernels.arguments import check_batch, check_caches, check_turn
 from workers.kernels.batch import StepBatch
+from workers.kernels.draw import Draw
 from workers.kernels.fused import NativeStep, can_fuse
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
 from workers.kernels.library import Library
@@ -13,6 +18,15 @@ from workers.kernels.packed import can_pack, dense_rows, pack
 from workers.kernels.reference import TorchKernels, TorchLinear
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C entry points number them
+
+
+class _DrawRow(ctypes.Structure):
+    """As Draw in cpu/draw.h."""
+
+    _fields_ = [
+        *[(name, c_double) for name in ("temperature", "top_p", "min_p", "uniform")],
+        ("top_k", c_long),
+    ]
 
 
 class CpuKernels:
@@ -166,6 +180,30 @@ class CpuKernels:
             )
         return out
 
+    def finite_rows(self, logits: torch.Tensor) -> list[bool]:
+        logits = _float_rows(logits)
+        finite = torch.empty(logits.shape[0], dtype=torch.bool)
+        self._library.finite_rows(
+            *(logits.data_ptr(), logits.shape[0], logits.stride(0), logits.shape[1], finite.data_ptr()),
+            torch.get_num_threads(),
+        )
+        found: list[bool] = finite.tolist()
+        return found
+
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        logits = _float_rows(logits)
+        assert len(draws) == logits.shape[0], (len(draws), logits.shape)
+        rows = (_DrawRow * len(draws))(
+            *[_DrawRow(draw.temperature, draw.top_p, draw.min_p, draw.uniform, draw.top_k) for draw in draws]
+        )
+        ids = (ctypes.c_int64 * len(draws))()
+        if draws:
+            self._library.draw(
+                *(logits.data_ptr(), logits.shape[0], logits.stride(0), logits.shape[1]),
+                *(ctypes.addressof(rows), ctypes.addressof(ids), torch.get_num_threads()),
+            )
+        return list(ids)
+
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> PackedLinear:
@@ -181,3 +219,12 @@ class CpuKernels:
 def _heads(x: torch.Tensor) -> torch.Tensor:
     """x (T, heads, d) with dense heads; T may be strided."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _float_rows(logits: torch.Tensor) -> torch.Tensor:
+    """logits (R, V) float32 with dense rows, V at least 1."""
+    assert logits.dim() == 2 and logits.shape[1] and logits.dtype == torch.float32, (
+        logits.shape,
+        logits.dtype,
+    )
+    return dense_rows(logits)

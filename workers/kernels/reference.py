@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from workers.kernels.batch import StepBatch
+from workers.kernels.draw import Draw, draw_ids
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
 
 MAX_SCORES = 1 << 26  # elements of one padded score tensor; more sequences are taken in turn
@@ -98,6 +100,14 @@ class TorchKernels:
 
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")
+
+    def finite_rows(self, logits: torch.Tensor) -> list[bool]:
+        finite: list[bool] = logits.sum(-1).isfinite().tolist()  # a NaN or an infinity makes the sum one
+        return finite
+
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        ids: list[int] = draw_ids(logits, draws).tolist()
+        return ids
 
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None

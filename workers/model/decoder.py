@@ -46,7 +46,7 @@ class Decoder:
         self.num_heads = len(spec.q_heads_of_rank(parallel.rank, parallel.size))
         self.num_kv_heads = len(spec.kv_heads_of_rank(parallel.rank, parallel.size))
         self._weights = weights
-        self._kernels = kernels
+        self.kernels = kernels
         self._fused = fuse(spec, weights, kernels, parallel)
         self._is_first_rank = parallel.rank == 0
 
@@ -94,17 +94,17 @@ class Decoder:
         qkv = layer.qkv(normed).view(rows, heads + 2 * kv_heads, head_dim)
         q, k, v = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
-            q = self._kernels.rms_norm(q, layer.query_norm, self.spec.norm_eps)
-            k = self._kernels.rms_norm(k, layer.key_norm, self.spec.norm_eps)
-        q = self._kernels.rotary_and_write(q, k, v, *turn, batch, *cache)
-        attended = self._kernels.paged_attention(q, *cache, batch, layer.scale, layer.sliding_window)
+            q = self.kernels.rms_norm(q, layer.query_norm, self.spec.norm_eps)
+            k = self.kernels.rms_norm(k, layer.key_norm, self.spec.norm_eps)
+        q = self.kernels.rotary_and_write(q, k, v, *turn, batch, *cache)
+        attended = self.kernels.paged_attention(q, *cache, batch, layer.scale, layer.sliding_window)
         return attended.reshape(rows, heads * head_dim)
 
     def _activate(self, up: torch.Tensor) -> torch.Tensor:
         activation = self.spec.activation
         if self.spec.gated_mlp:
             if activation is Activation.SILU:
-                return self._kernels.silu_mul(up)
+                return self.kernels.silu_mul(up)
             gate, up = up.chunk(2, dim=-1)
             return self._nonlinear(gate) * up
         return self._nonlinear(up)
@@ -116,7 +116,7 @@ class Decoder:
             case Activation.GELU:
                 return F.gelu(x)
             case Activation.GELU_TANH:
-                return self._kernels.gelu_new(x)
+                return self.kernels.gelu_new(x)
             case Activation.RELU:
                 return F.relu(x)
 

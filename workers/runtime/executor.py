@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from workers.engine.step import StepPlan, StepResult
+from workers.kernels import Kernels
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.results import ResultBuilder
 from workers.runtime.runner import ModelRunner
@@ -37,7 +38,8 @@ class LocalExecutor:
         return self._runner.num_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return _compute(self._runner.run, plan, arrays_of(plan, self._runner.block_size))
+        arrays = arrays_of(plan, self._runner.block_size)
+        return _compute(self._runner.run, plan, arrays, self._runner.kernels)
 
     def close(self) -> None:
         """Nothing to end: the process holds all there is."""
@@ -63,7 +65,7 @@ class GroupExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         arrays = arrays_of(plan, self._runner.block_size)
         self._link.send_step(encode(arrays))
-        return _compute(self._run, plan, arrays)
+        return _compute(self._run, plan, arrays, self._runner.kernels)
 
     def close(self) -> None:
         self._on_close()
@@ -76,10 +78,10 @@ class GroupExecutor:
 
 
 def _compute(
-    run: Callable[[StepArrays], torch.Tensor | None], plan: StepPlan, arrays: StepArrays
+    run: Callable[[StepArrays], torch.Tensor | None], plan: StepPlan, arrays: StepArrays, kernels: Kernels
 ) -> StepResult:
     """Runs all passes, also after a fault in the results of one: the other ranks run them too."""
-    builder = ResultBuilder(plan)
+    builder = ResultBuilder(plan, kernels)
     fault: Exception | None = None
     for part in arrays.passes():
         logits = run(part)

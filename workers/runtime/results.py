@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from workers.engine.step import Sampled, SampleTask, SliceResult, StepPlan, StepResult
+from workers.kernels import Kernels
 from workers.runtime.logprobs import score_tokens
 from workers.runtime.sampler import sample
 from workers.types import TokenLogprob
@@ -15,8 +16,9 @@ _NON_FINITE = "the model produced a value that is not a finite number"
 class ResultBuilder:
     """Takes the logit rows of a plan in the order of `step_codec.arrays_of`, in one or several parts."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, kernels: Kernels) -> None:
         self._plan = plan
+        self._kernels = kernels
         # Of each row: its slice, and the token to score; None: the row is sampled from.
         self._uses: list[tuple[int, int | None]] = []
         for index, piece in enumerate(plan.slices):
@@ -61,7 +63,7 @@ class ResultBuilder:
             task = self._plan.slices[index].sample
             assert task is not None
             tasks.append(task)
-        chosen = sample(logits if len(rows) == logits.shape[0] else logits[rows], tasks)
+        chosen = sample(logits if len(rows) == logits.shape[0] else logits[rows], tasks, self._kernels)
         for index, found in zip(slices, chosen, strict=True):
             if found is None:
                 self._errors[index] = _NON_FINITE

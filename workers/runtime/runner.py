@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from workers.kernels import Kernels
 from workers.model.decoder import Decoder
 from workers.runtime.batch import build_batch, check_range
 from workers.runtime.step_codec import StepArrays
@@ -26,6 +27,11 @@ class ModelRunner:
     @property
     def block_size(self) -> int:
         return self._pool.shape[4]
+
+    @property
+    def kernels(self) -> Kernels:
+        """Of the decoder: sampling uses them too."""
+        return self._decoder.kernels
 
     @property
     def device(self) -> torch.device:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from workers.engine.step import SampleTask, SequenceSlice
+import torch
+
+from workers.engine.step import Sampled, SampleTask, SequenceSlice
+from workers.kernels import kernels_for
+from workers.runtime import sampler
 from workers.types import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
@@ -48,3 +52,8 @@ def piece(
         prompt_targets=targets,
         num_prompt_logprobs=num_top,
     )
+
+
+def sample(logits: torch.Tensor, tasks: Sequence[SampleTask]) -> list[Sampled | None]:
+    """The sampler over the kernels of this machine."""
+    return sampler.sample(logits, tasks, kernels_for(torch.device("cpu"), torch.float32))

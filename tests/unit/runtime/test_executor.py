@@ -9,6 +9,7 @@ import torch
 
 from tests.unit.runtime.factories import piece, task
 from workers.engine.step import GroupFailed, StepPlan
+from workers.kernels import TorchKernels
 from workers.runtime.executor import GroupExecutor
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.runner import ModelRunner
@@ -22,6 +23,7 @@ class FakeRunner:
 
     block_size = 4
     num_blocks = 1000
+    kernels = TorchKernels()
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.num_passes = 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.runtime.factories import RANDOM, task
+from tests.unit.runtime.factories import RANDOM, sample, task
 from workers.runtime.logprobs import FLOOR, best_tokens, score_tokens
-from workers.runtime.sampler import sample
 
 
 def test_scores_are_of_the_raw_distribution():

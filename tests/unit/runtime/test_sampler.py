@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from tests.unit.runtime.factories import RANDOM, task
+from tests.unit.kernels.test_draw import FILTERS, exact_distribution, random_logits
+from tests.unit.runtime.factories import RANDOM, sample, task
 from workers.engine.step import SampleTask
 from workers.runtime.adjust import adjust
-from workers.runtime.sampler import sample
 
 
 def logits_of(rows: int, vocab_size: int = 200, seed: int = 3) -> torch.Tensor:
@@ -131,3 +133,24 @@ def test_logits_are_only_read():
         ],
     )
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_chi_square_over_positions(filters):
+    """5,000 positions of one seeded request, as the sampler numbers them."""
+    vocab_size, positions = 30, 5000
+    logits = random_logits(1, vocab_size, seed=4) / 2
+    params = {"seed": 11, **filters}
+    tasks = [task(RANDOM, prompt=range(position), **params) for position in range(1, positions + 1)]
+    counts = [0] * vocab_size
+    for found in sample(logits.expand(positions, -1), tasks):
+        assert found is not None
+        counts[found.token_id] += 1
+    expected = exact_distribution(logits[0], **filters)
+    assert all(count == 0 for count, p in zip(counts, expected, strict=True) if p == 0)
+    cells = [(count, positions * p) for count, p in zip(counts, expected, strict=True) if positions * p >= 5]
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    freedom = len(cells) - 1
+    # 99.99 % quantile by the approximation of Wilson and Hilferty (1931).
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < limit

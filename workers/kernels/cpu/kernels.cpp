@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "attend.h"
+#include "draw.h"
 #include "roof.h"
 #include "rows.h"
 #include "step.h"
@@ -116,6 +117,14 @@ void tandem_silu_mul(int dtype, const void* gate_up, long row_stride, void* out,
 }
 void tandem_gelu_new(int dtype, const void* x, void* out, long rows, long n, int threads) {
   BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) { gelu_new_row((const T*)x + r * n, (T*)out + r * n, n); }));
+}
+// finite[r]: whether row r holds finite numbers only.
+void tandem_finite_rows(const float* x, long rows, long row_stride, long n, uint8_t* finite, int threads) {
+  for_rows(rows, n, threads, [&](long r) { finite[r] = is_finite_row(x + r * row_stride, n); });
+}
+void tandem_draw(const float* logits, long rows, long row_stride, long n, const Draw* draws, int64_t* ids, int threads) {
+  for_tasks(rows, threads, [] { return DrawScratch(); },
+            [&](long r, DrawScratch& scratch) { ids[r] = draw_id(logits + r * row_stride, n, draws[r], scratch); });
 }
 #ifdef __AVX512BF16__
 long tandem_packed_bytes(long n, long k) { return long(Units{size_t(n), size_t(k)}.bytes()); }

@@ -1,15 +1,15 @@
 """Choosing one id per row of logits: the best one, or one at random after temperature and filters.
 
-Rows are computed side by side and without regard to each other. Ties go to the lowest id. The order of the
-filters is temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024): the kept set is cut
-from the ids sorted by logit, then id. The draw inverts the cumulative distribution of the kept set in the
-order of ids, not of probability: both are exact, but here a rounding difference moves no token to another
-place, and rows without filters need no sort.
+In torch, for any device; `cpu/draw.h` is the same in C++. Rows are computed side by side and without regard
+to each other. Ties go to the lowest id. The order of the filters is temperature, top-k, top-p (Holtzman et
+al. 2020), min-p (Nguyen et al. 2024): the kept set is cut from the ids sorted by logit, then id. The draw
+inverts the cumulative distribution of the kept set in the order of ids, not of probability: both are exact,
+but here a rounding difference moves no token to another place, and rows without filters need no sort.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +22,14 @@ _BLOCK = 128  # ids that are summed before the cumulative sum
 class Draw:
     """How a row is drawn."""
 
-    temperature: float  # > 0
+    temperature: float  # > 0, or 0: the best id
     top_k: int  # 0: off
     top_p: float  # > 0
     min_p: float  # < 1
     uniform: float  # in [0, 1)
 
 
-_Method = Callable[[torch.Tensor, list[Draw]], torch.Tensor]
+_Method = Callable[[torch.Tensor, Sequence[Draw]], torch.Tensor]
 
 
 def best_ids(logits: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def best_ids(logits: torch.Tensor) -> torch.Tensor:
     return best
 
 
-def draw_ids(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+def draw_ids(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """(R, V) -> (R,): an id per row. Reads logits only; each row must have a finite largest logit."""
     ids = torch.zeros(len(draws), dtype=torch.int64, device=logits.device)
     vocab_size = logits.shape[1]
@@ -66,16 +66,22 @@ def draw_ids(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
 
 
 def _method(draw: Draw, vocab_size: int) -> _Method:
+    if draw.temperature == 0.0:
+        return _best
     if 0 < draw.top_k < vocab_size:
         return _draw_of_best
     return _draw_of_heaviest if draw.top_p < 1.0 or draw.min_p > 0.0 else _draw_of_all
 
 
-def _draw_of_all(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+def _best(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    return best_ids(logits)
+
+
+def _draw_of_all(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     return _invert(_weights(logits, draws), _uniforms(draws, logits))
 
 
-def _draw_of_best(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+def _draw_of_best(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Rows with top-k: only the k best ids are looked at."""
     limit = max(draw.top_k for draw in draws)
     top_k = _column([draw.top_k for draw in draws], logits, torch.int64)
@@ -90,7 +96,7 @@ def _draw_of_best(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     return _draw_of_candidates(ids, scores, None, draws)
 
 
-def _draw_of_heaviest(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+def _draw_of_heaviest(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Rows with top-p or min-p but no top-k: only ids that are heavy enough to be kept are sorted.
 
     All ids lighter than (1 - top_p) total / V have less than 1 - top_p of the mass together: the others
@@ -105,7 +111,7 @@ def _draw_of_heaviest(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
 
 
 def _draw_of_candidates(
-    ids: torch.Tensor, scores: torch.Tensor, total: torch.Tensor | None, draws: list[Draw]
+    ids: torch.Tensor, scores: torch.Tensor, total: torch.Tensor | None, draws: Sequence[Draw]
 ) -> torch.Tensor:
     """Filters and draws. ids, scores (R, C) in the order of ids, empty places at the end with score -inf.
 
@@ -129,7 +135,7 @@ def _draw_of_candidates(
     return ids.gather(1, at)[:, 0]
 
 
-def _weights(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+def _weights(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """(R, V): probabilities after temperature, relative to the best id's."""
     temperature = _column([draw.temperature for draw in draws], logits, torch.float32)
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_()
@@ -177,7 +183,7 @@ def _compact(is_candidate: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Te
     return ids, scores
 
 
-def _uniforms(draws: list[Draw], like: torch.Tensor) -> torch.Tensor:
+def _uniforms(draws: Sequence[Draw], like: torch.Tensor) -> torch.Tensor:
     return _column([draw.uniform for draw in draws], like, torch.float64)
 
 
