@@ -10,6 +10,7 @@ import torch
 from benchmarks.works import Roofs
 from workers.kernels.compiler import KernelsUnavailable, default_cache, library
 from workers.kernels.library import Library
+from workers.kernels.memory import huge_bytes
 
 READ_BYTES = 1 << 29  # far beyond any cache
 SQUARE = 1024  # side of the matrices where the kernels are not available
@@ -19,7 +20,7 @@ class RoofMeter:
     """Measures read and matrix rate; one sample takes about a tenth of a second."""
 
     def __init__(self, read_bytes: int = READ_BYTES) -> None:
-        self._memory = torch.ones(read_bytes // 8, dtype=torch.int64)
+        self._memory = huge_bytes(read_bytes // 8 * 8).view(torch.int64).fill_(1)  # where weights lie, too
         self._left = torch.randn(SQUARE, SQUARE).bfloat16()
         try:
             found: Library | None = Library(library(default_cache()))

@@ -14,6 +14,7 @@ from workers.kernels.draw import Draw
 from workers.kernels.fused import NativeStep, can_fuse
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
 from workers.kernels.library import Library
+from workers.kernels.memory import HugeMemory
 from workers.kernels.packed import can_pack, dense_rows, pack
 from workers.kernels.reference import TorchKernels, TorchLinear
 
@@ -36,6 +37,7 @@ class CpuKernels:
         if dtype not in DTYPES:
             raise ValueError(f"the C++ kernels know {sorted(map(str, DTYPES))}, not {dtype}")
         self._library = library
+        self._memory = HugeMemory()
         self._dtype = dtype
         self._code = DTYPES[dtype]
         self._torch = TorchKernels()
@@ -209,7 +211,7 @@ class CpuKernels:
     ) -> PackedLinear:
         out_dtype = out_dtype or weight.dtype
         if out_dtype in DTYPES and can_pack(self._library, weight):
-            return pack(self._library, weight, bias, out_dtype)
+            return pack(self._library, self._memory, weight, bias, out_dtype)
         return TorchLinear(weight, bias, out_dtype)
 
     def fuse(self, model: StepModel) -> FusedStep | None:

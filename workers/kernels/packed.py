@@ -10,8 +10,7 @@ from enum import IntEnum
 import torch
 
 from workers.kernels.library import Library
-
-ALIGNMENT = 64  # bytes, of packed weights
+from workers.kernels.memory import HugeMemory
 
 
 class WeightFormat(IntEnum):
@@ -85,11 +84,15 @@ def can_pack(library: Library, weight: torch.Tensor) -> bool:
 
 
 def pack(
-    library: Library, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    library: Library,
+    memory: HugeMemory,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
 ) -> NativeLinear:
-    """Lays weight (out, in) out; out_dtype bfloat16 or float32. The weight itself is not kept."""
+    """Lays weight (out, in) out in `memory`; out_dtype bfloat16 or float32. The weight itself is not kept."""
     out_features, in_features = weight.shape
-    packed = _aligned(library.packed_bytes(out_features, in_features))
+    packed = memory.take(library.packed_bytes(out_features, in_features))
     dense = weight.contiguous()
     library.pack(dense.data_ptr(), out_features, in_features, packed.data_ptr(), torch.get_num_threads())
     wide_bias = None if bias is None else bias.float().contiguous()
@@ -103,9 +106,3 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _aligned(num_bytes: int) -> torch.Tensor:
-    space = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
-    skip = -space.data_ptr() % ALIGNMENT
-    return space[skip : skip + num_bytes]

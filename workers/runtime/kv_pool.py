@@ -6,9 +6,12 @@ outermost, so a range of heads over all layers is one contiguous run. [..., 0, :
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from workers.config import CacheConfig, ScheduleConfig
+from workers.kernels.memory import huge_bytes
 from workers.model.architecture import ModelSpec
 from workers.runtime.errors import PoolTooSmall
 from workers.runtime.memory import available_host_bytes
@@ -79,4 +82,6 @@ def allocate_pool(
 ) -> torch.Tensor:
     """The pool, all zero. Every page is touched now, so that memory that is not there shows at start."""
     shape = (num_blocks, num_kv_heads, spec.num_layers, 2, block_size, spec.head_dim)
+    if device.type == "cpu":
+        return huge_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape).zero_()
     return torch.empty(shape, dtype=dtype, device=device).zero_()

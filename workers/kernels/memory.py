@@ -1,0 +1,43 @@
+"""Memory in huge pages, for what a step reads at random or as a whole: weights, keys and values.
+
+Every page of 4 KiB costs a walk through the page tables, in a virtual machine a long one. Where the system
+grants no huge pages everything works as before, only slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+CHUNK_BYTES = 64 << 20
+ALIGNMENT = 64  # bytes: a cache line
+
+
+def huge_bytes(num_bytes: int) -> torch.Tensor:
+    """(num_bytes,) uint8, zero, starting at a huge page; memory is taken when it is first touched."""
+    whole = -(-max(num_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, whole + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    space = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`
+    skip = -space.data_ptr() % HUGE_PAGE_BYTES
+    return space[skip : skip + num_bytes]
+
+
+class HugeMemory:
+    """Hands out pieces of large chunks, one behind the other. A chunk lives as long as any piece of it."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """(num_bytes,) uint8, zero, aligned to a cache line."""
+        step = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if step > self._left.shape[0]:
+            self._left = huge_bytes(max(step, CHUNK_BYTES))
+        piece, self._left = self._left[:num_bytes], self._left[step:]
+        return piece
