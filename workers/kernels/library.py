@@ -26,6 +26,10 @@ SIGNATURES: dict[str, list[type]] = {
     "tandem_gelu_new": [FLAG, POINTER, POINTER, SIZE, SIZE, FLAG],
     "tandem_finite_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, FLAG],
     "tandem_draw": [POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, FLAG],
+    "tandem_free_collective": [POINTER],
+    "tandem_abort": [POINTER],
+    "tandem_all_reduce": [FLAG, POINTER, POINTER, SIZE],
+    "tandem_gather_rows": [POINTER, POINTER, SIZE, POINTER, POINTER],
 }
 # Only where the CPU has AVX512-BF16.
 LINEAR_SIGNATURES: dict[str, list[type]] = {
@@ -63,6 +67,17 @@ class Library:
         self.gelu_new = loaded.tandem_gelu_new
         self.finite_rows = loaded.tandem_finite_rows
         self.draw = loaded.tandem_draw
+        loaded.tandem_collective_bytes.argtypes, loaded.tandem_collective_bytes.restype = [FLAG], SIZE
+        loaded.tandem_collective.argtypes = [POINTER, FLAG, FLAG, c_double]
+        loaded.tandem_collective.restype = POINTER
+        loaded.tandem_failure.argtypes, loaded.tandem_failure.restype = [POINTER], SIZE
+        self.collective_bytes = loaded.tandem_collective_bytes
+        self.collective = loaded.tandem_collective
+        self.free_collective = loaded.tandem_free_collective
+        self.abort = loaded.tandem_abort
+        self.failure = loaded.tandem_failure
+        self.all_reduce = loaded.tandem_all_reduce
+        self.gather_rows = loaded.tandem_gather_rows
         if self.has_linear:
             self.pack = loaded.tandem_pack
             self.linear = loaded.tandem_linear

@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "attend.h"
+#include "collective.h"
 #include "draw.h"
 #include "roof.h"
 #include "rows.h"
@@ -125,6 +126,17 @@ void tandem_finite_rows(const float* x, long rows, long row_stride, long n, uint
 void tandem_draw(const float* logits, long rows, long row_stride, long n, const Draw* draws, int64_t* ids, int threads) {
   for_tasks(rows, threads, [] { return DrawScratch(); },
             [&](long r, DrawScratch& scratch) { ids[r] = draw_id(logits + r * row_stride, n, draws[r], scratch); });
+}
+long tandem_collective_bytes(int ranks) { return long(Collective::bytes(ranks)); }
+Collective* tandem_collective(char* memory, int rank, int ranks, double timeout_s) {
+  return new Collective(memory, rank, ranks, timeout_s);
+}
+void tandem_free_collective(Collective* collective) { delete collective; }
+void tandem_abort(Collective* collective) { collective->abort(); }
+long tandem_failure(const Collective* collective) { return collective->failure(); }
+void tandem_all_reduce(int dtype, Collective* collective, void* x, long n) { BY_DTYPE(collective->all_reduce((T*)x, size_t(n))); }
+void tandem_gather_rows(Collective* collective, const void* mine, long rows, const long* row_bytes, void* out) {
+  collective->gather_rows((const char*)mine, size_t(rows), row_bytes, (char*)out);
 }
 #ifdef __AVX512BF16__
 long tandem_packed_bytes(long n, long k) { return long(Units{size_t(n), size_t(k)}.bytes()); }

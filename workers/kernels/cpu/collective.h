@@ -1,0 +1,168 @@
+// Sums and gathers over the ranks of one machine, through memory that all of them have mapped.
+//
+// A call moves its data in rounds of at most CHUNK bytes a rank; ranks make the same calls in the same order. In
+// round s a rank writes its part into its slot s % 2, publishes s, waits until the others have, and reads their
+// parts. That a rank has published s also says that it has read all of round s - 1: so whoever starts round s + 1
+// waits until all have published s, and may then write over slot (s + 1) % 2. One word a rank is all there is to
+// synchronise. Memory full of zeros is a valid start.
+//
+// A wait spins for tens of microseconds, then sleeps on the peer's word, so that ranks that share a core give way to
+// each other. It ends with a failure after the timeout, or when any rank has called `abort`. A collective that has
+// failed once fails from then on: the ranks are out of step.
+#pragma once
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+
+#include "simd.h"
+
+class Collective {
+ public:
+  static constexpr size_t CHUNK = 128 << 10;  // own and others' parts of a round stay in the second-level cache
+  enum Failure { NONE, TIMEOUT, ABORTED, OUT_OF_STEP };
+
+  static size_t bytes(int ranks) { return sizeof(Header) + size_t(ranks) * (sizeof(Place) + 2 * CHUNK); }
+
+  Collective(char* memory, int rank, int ranks, double timeout_s)
+      : header((Header*)memory), places((Place*)(memory + sizeof(Header))), slots(memory + sizeof(Header) + ranks * sizeof(Place)),
+        rank(rank), ranks(ranks), timeout_s(timeout_s) {}
+
+  // x (n) becomes the sum over the ranks, added in their order in float and rounded once: the same bits on all ranks.
+  template <class T> bool all_reduce(T* x, size_t n) {
+    constexpr size_t STEP = CHUNK / sizeof(T);
+    for (size_t from = 0; from < n; from += STEP) {
+      const size_t count = std::min(STEP, n - from);
+      if (!begin_round()) return false;
+      memcpy(slot(rank), x + from, count * sizeof(T));
+      publish(count * sizeof(T));
+      for (int r = 0; r < ranks; r++)
+        if (!arrived(r, count * sizeof(T))) return false;
+      sum(x + from, count);
+    }
+    return true;
+  }
+  // Rows of all ranks side by side on rank 0: `mine` (rows, row_bytes[rank]) -> out (rows, sum of row_bytes).
+  bool gather_rows(const char* mine, size_t rows, const long* row_bytes, char* out) {
+    const size_t longest = rows * size_t(*std::max_element(row_bytes, row_bytes + ranks));
+    if (rank == 0) scatter(mine, rows * size_t(row_bytes[0]), 0, 0, row_bytes, out);
+    for (size_t from = 0; from < longest; from += CHUNK) {
+      auto part = [&](int r) { return std::min(CHUNK, std::max(from, rows * size_t(row_bytes[r])) - from); };
+      if (!begin_round()) return false;
+      if (rank != 0) memcpy(slot(rank), mine + from, part(rank));
+      publish(part(rank));
+      for (int r = 1; r < ranks && rank == 0; r++) {
+        if (!arrived(r, part(r))) return false;
+        scatter(slot(r), part(r), from, r, row_bytes, out);
+      }
+    }
+    return true;
+  }
+  // From any thread of any rank: all waits end, now and later.
+  void abort() {
+    header->aborted.store(1, std::memory_order_seq_cst);
+    for (int r = 0; r < ranks; r++) futex(places[r], FUTEX_WAKE, INT_MAX, nullptr);
+  }
+  // What went wrong, in the lower byte, and with which rank, above; 0: nothing.
+  long failure() const { return failed; }
+
+ private:
+  struct alignas(64) Header {
+    std::atomic<uint32_t> aborted;
+  };
+  struct alignas(64) Place {
+    std::atomic<uint32_t> published;  // last round of this rank; also the futex word
+    std::atomic<uint32_t> sleepers;   // ranks that wait for it in the kernel
+    uint32_t part_bytes[2];           // in the slots
+  };
+  static constexpr int SPINS = 2000;  // pauses of 15-50 ns
+  static constexpr long NAP_NS = 50'000'000;  // a wake-up can be missed only by `abort`
+
+  Header* const header;
+  Place* const places;
+  char* const slots;
+  const int rank, ranks;
+  const double timeout_s;
+  uint32_t round = 0;
+  long failed = 0;
+
+  char* slot(int r) const { return slots + (size_t(r) * 2 + round % 2) * CHUNK; }
+  static void futex(Place& place, int op, uint32_t value, const timespec* timeout) {
+    syscall(SYS_futex, &place.published, op, value, timeout, nullptr, 0);  // not PRIVATE: other processes wait
+  }
+  static double now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return double(t.tv_sec) + double(t.tv_nsec) * 1e-9;
+  }
+  bool fail(Failure what, int with) {
+    failed = what | long(with) << 8;
+    return false;
+  }
+  bool is_aborted() { return header->aborted.load(std::memory_order_seq_cst) && !fail(ABORTED, rank); }
+  bool begin_round() {
+    if (failed || is_aborted()) return false;
+    for (int r = 0; r < ranks; r++)
+      if (r != rank && !wait(r, round)) return false;
+    round++;
+    return true;
+  }
+  void publish(size_t part) {
+    Place& own = places[rank];
+    own.part_bytes[round % 2] = uint32_t(part);
+    own.published.store(round, std::memory_order_seq_cst);
+    if (own.sleepers.load(std::memory_order_seq_cst)) futex(own, FUTEX_WAKE, INT_MAX, nullptr);
+  }
+  bool arrived(int r, size_t part) {
+    if (r == rank) return true;
+    return wait(r, round) && (places[r].part_bytes[round % 2] == part || fail(OUT_OF_STEP, r));
+  }
+  bool wait(int r, uint32_t wanted) {
+    Place& peer = places[r];
+    auto is_there = [&] { return int32_t(peer.published.load(std::memory_order_acquire) - wanted) >= 0; };
+    for (int i = 0; i < SPINS; i++) {
+      if (is_there()) return true;
+      __builtin_ia32_pause();
+    }
+    const double deadline = now() + timeout_s;
+    const timespec nap{0, NAP_NS};
+    peer.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    while (!failed) {
+      const uint32_t seen = peer.published.load(std::memory_order_seq_cst);
+      if (is_aborted() || int32_t(seen - wanted) >= 0) break;
+      if (now() > deadline) fail(TIMEOUT, r);
+      else futex(peer, FUTEX_WAIT, seen, &nap);
+    }
+    peer.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    return !failed;
+  }
+  template <class T> void sum(T* x, size_t n) const {
+    constexpr size_t BLOCK = 256;
+    float total[BLOCK];
+    for (size_t from = 0; from < n; from += BLOCK) {
+      const size_t count = std::min(BLOCK, n - from);
+      load_row((const T*)slot(0) + from, total, count);
+      for (int r = 1; r < ranks; r++) {
+        const T* part = (const T*)slot(r) + from;
+        for (size_t i = 0; i < count; i++) total[i] += widen(part[i]);
+      }
+      store_row(total, x + from, count);
+    }
+  }
+  // Bytes [from, from + count) of rank r's rows, one after the other, to their places among all columns.
+  void scatter(const char* part, size_t count, size_t from, int r, const long* row_bytes, char* out) const {
+    size_t before = 0, all = 0;
+    for (int i = 0; i < ranks; i++) (i < r ? before : all) += size_t(row_bytes[i]);
+    all += before;
+    const size_t width = size_t(row_bytes[r]);
+    for (size_t piece; count; part += piece, from += piece, count -= piece) {
+      const size_t column = from % width;
+      piece = std::min(width - column, count);
+      memcpy(out + from / width * all + before + column, part, piece);
+    }
+  }
+};
