@@ -15,12 +15,17 @@ from workers.kernels.reference import TorchKernels
 logger = logging.getLogger(__name__)
 
 
+def load_library() -> Library:
+    """The compiled code for this machine; compiles it where need be. Raises KernelsUnavailable."""
+    return Library(library(default_cache()))
+
+
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels that work for `dtype` on `device`. May compile: call once, at load."""
     if device.type != "cpu" or dtype not in DTYPES:
         return TorchKernels()
     try:
-        return CpuKernels(Library(library(default_cache())), dtype)
+        return CpuKernels(load_library(), dtype)
     except KernelsUnavailable as error:
         logger.warning(
             "CPU kernels are not available, using torch operators (several times slower): %s", error

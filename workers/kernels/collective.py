@@ -19,7 +19,7 @@ class CollectiveFailed(RuntimeError):
 
 
 class SharedCollective:
-    """This rank's end. Ranks make the same calls in the same order, one thread a rank; `abort` is for any thread.
+    """This rank's end. Ranks make the same calls in the same order, from one thread; any thread may `abort`.
 
     Results are the same bits on all ranks and in every run: parts are added in the order of the ranks.
     """
@@ -27,8 +27,8 @@ class SharedCollective:
     def __init__(
         self, library: Library, memory: mmap.mmap, *, rank: int, size: int, timeout_s: float
     ) -> None:
-        """memory: `memory_bytes(library, size)` bytes, mapped by all ranks, full of zeros before the first."""
-        assert len(memory) == memory_bytes(library, size), (len(memory), memory_bytes(library, size))
+        """memory: `memory_bytes(library, size)` bytes or more that all ranks map; zeros before the first."""
+        assert len(memory) >= memory_bytes(library, size), (len(memory), memory_bytes(library, size))
         self._library = library
         self._memory = ctypes.c_char.from_buffer(memory)  # keeps it mapped
         self._rank = rank

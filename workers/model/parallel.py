@@ -12,41 +12,45 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from workers.kernels import PackedLinear
+from workers.kernels import PackedLinear, SharedCollective
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """This rank's place in its group. With size 1 every method is a no-op.
 
-    The group's own timeout bounds every collective; a dead peer surfaces as torch's RuntimeError.
+    Collectives have a timeout of their own; a dead peer surfaces as a RuntimeError.
     """
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None  # None with size > 1: torch's default group
+    shared: SharedCollective | None = None  # None with size > 1: torch's default group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place; x must be contiguous."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+        if self.shared is not None:
+            self.shared.all_reduce(x)
+        elif self.size > 1:
+            dist.all_reduce(x)
         return x
 
     def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor | None:
         """x (rows, widths[rank]) of every rank side by side on rank 0: (rows, sum of widths); None elsewhere.
 
-        The collective wants equal shapes, so parts travel padded to the widest and are cut on arrival: a
-        padding column is never seen by anyone.
+        torch wants equal shapes, so there parts travel padded to the widest and are cut on arrival: a padding
+        column is never seen by anyone.
         """
         if self.size == 1:
             return x
+        if self.shared is not None:
+            return self.shared.gather_columns(x, widths)
         widest = max(widths)
         padded = F.pad(x, (0, widest - x.shape[1])).contiguous()
         if self.rank != 0:
-            dist.gather(padded, None, dst=0, group=self.group)
+            dist.gather(padded, None, dst=0)
             return None
         parts = [torch.empty_like(padded) for _ in widths]
-        dist.gather(padded, parts, dst=0, group=self.group)
+        dist.gather(padded, parts, dst=0)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 

@@ -44,6 +44,7 @@ class FollowerLink:
         self._frames.set_timeout(timeout_s)
         self._timeout_s = timeout_s
         self._on_leader_lost = on_leader_lost
+        self._interrupt: Callable[[], None] | None = None
         self._begun = 0
         self._finished = 0
         self._closing = Event()
@@ -54,6 +55,10 @@ class FollowerLink:
     def own_address(self) -> str:
         """Address of this machine on the network that leads to rank 0."""
         return self._frames.own_address
+
+    def interrupt_with(self, interrupt: Callable[[], None]) -> None:
+        """`interrupt` ends collectives that this rank may be inside; it is called when rank 0 is gone."""
+        self._interrupt = interrupt
 
     def agree(self, own: Facts, *, timeout_s: float) -> Facts:
         """Sends this rank's facts; returns what the group goes on with. Raises LeaderLost."""
@@ -135,5 +140,7 @@ class FollowerLink:
                 return
 
     def _lost(self, why: str) -> None:
+        if self._interrupt is not None:
+            self._interrupt()
         if not self._closing.wait(_GRACE_S):
             self._on_leader_lost(f"rank 0 died: {why}")

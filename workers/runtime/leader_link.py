@@ -69,6 +69,7 @@ class LeaderLink:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._on_failure = on_failure
+        self._interrupt: Callable[[], None] | None = None
         self._followers: dict[int, _Follower] = {}
         self._steps_sent = 0
         self._step_sent_at_s = 0.0
@@ -83,6 +84,10 @@ class LeaderLink:
     def failure(self) -> str | None:
         """Why the group ended; None while it lives."""
         return self._failure
+
+    def interrupt_with(self, interrupt: Callable[[], None]) -> None:
+        """`interrupt` ends collectives that this rank may be inside; called once the group has failed."""
+        self._interrupt = interrupt
 
     def accept(self, timeout_s: float) -> None:
         """Waits until all followers are there. Raises GroupFailed naming those that are not."""
@@ -220,6 +225,8 @@ class LeaderLink:
                 return
             self._failure = reason
             self._failed.set()
+            if self._interrupt is not None:
+                self._interrupt()
             self._wake_writer.send(b"x")
 
     def _watch(self) -> None:

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -27,6 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from workers.config import GroupConfig
 from workers.engine.step import Executor, GroupFailed, SampleTask, SequenceSlice, StepPlan
 from workers.model.parallel import TensorParallel
+from workers.runtime import shared_memory
 from workers.runtime.agreement import (
     agree_on_identity,
     agree_on_memory,
@@ -148,7 +150,17 @@ class Leader:
         link.accept(JOIN_TIMEOUT_S)
         agreed = link.agree(model.identity(), agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
         self._group = _process_group(self._config, 0, self._host, self._store, model.device)
-        decoder = model.load(self._group.parallel, num_ranks_here(agreed))
+        parallel = self._group.parallel
+        if model.device.type == "cpu":
+            shared = shared_memory.lead(
+                _place(self._config, 0),
+                num_ranks_here(agreed),
+                lambda facts, decide: link.agree(facts, decide, timeout_s=LOAD_TIMEOUT_S),
+            )
+            if shared is not None:
+                link.interrupt_with(shared.abort)
+                parallel = replace(parallel, shared=shared)
+        decoder = model.load(parallel, num_ranks_here(agreed))
         measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
         num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
         facts = model.facts(num_blocks)
@@ -222,10 +234,25 @@ class Follower:
         agreed = link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S)
         store = connect_store(self._rendezvous.host, self._rendezvous.store_port)
         self._group = _process_group(self._config, self._rank, link.own_address, store, model.device)
-        decoder = model.load(self._group.parallel, num_ranks_here(agreed))
+        parallel = self._group.parallel
+        if model.device.type == "cpu":
+            shared = shared_memory.follow(
+                _place(self._config, self._rank),
+                num_ranks_here(agreed),
+                lambda facts: link.agree(facts, timeout_s=LOAD_TIMEOUT_S),
+            )
+            if shared is not None:
+                link.interrupt_with(shared.abort)
+                parallel = replace(parallel, shared=shared)
+        decoder = model.load(parallel, num_ranks_here(agreed))
         measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
         num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
         self._runner = model.runner(decoder, num_blocks)
+
+
+def _place(config: GroupConfig, rank: int) -> shared_memory.Place:
+    parallel = config.parallel
+    return shared_memory.Place(rank=rank, size=parallel.tensor_parallel, timeout_s=parallel.step_timeout_s)
 
 
 def _process_group(
