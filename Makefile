@@ -54,8 +54,12 @@ lint: install  ## format, lint, types, import contracts
 	$(BIN)/lint-imports
 
 .PHONY: bench
-bench: install  ## tokens a second beside transformers, in one run
+bench: install  ## tokens a second beside transformers and what bench-peers has set up, in one run
 	$(BIN)/python -m benchmarks.engine
+
+.PHONY: bench-peers
+bench-peers: install  ## set up llama.cpp, OpenVINO and vLLM for `make bench`, some GB in ~/.cache/tandem/peers
+	$(BIN)/python -m benchmarks.peers.install
 
 .PHONY: clean
 clean:  ## remove the environment and caches of tools (the model stays in ~/.cache/tandem)

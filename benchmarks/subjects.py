@@ -19,6 +19,10 @@ from workers.types import FinishReason, GenerateRequest, RequestId, SamplingPara
 Prompts = Sequence[Sequence[int]]
 
 
+class SubjectFailed(RuntimeError):
+    """A subject cannot go on; the others can. The text says which and why."""
+
+
 class Subject(Protocol):
     """Something that continues prompts greedily, never stopping at an end token."""
 
@@ -28,6 +32,10 @@ class Subject(Protocol):
 
     def after_beginning(self, beginning: Sequence[int], prompt: Sequence[int]) -> float:
         """Seconds to the first token of `prompt` when `beginning`, its start, has been computed before."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it started."""
         ...
 
 
@@ -120,3 +128,6 @@ class Transformers:
         seconds = time.perf_counter() - started
         assert found.shape == (ids.shape[0], ids.shape[1] + new_tokens), found.shape
         return seconds
+
+    def close(self) -> None:
+        """Nothing to end: the model is memory of this process."""

@@ -8,6 +8,8 @@ from enum import Enum
 from workers.model.architecture import ModelSpec
 
 DECODE_PROMPT_TOKENS = 128
+SWEEP_PROMPT_TOKENS = 512
+_KV_BYTES = 2  # of a key or value, in every format
 
 
 class Kind(Enum):
@@ -36,7 +38,8 @@ class Work:
     def label(self) -> str:
         match self.kind:
             case Kind.DECODE:
-                return f"decode b{self.batch}"
+                is_sweep = self.prompt_tokens == SWEEP_PROMPT_TOKENS
+                return f"decode b{self.batch}" + (f" p{SWEEP_PROMPT_TOKENS}" if is_sweep else "")
             case Kind.PREFILL:
                 return f"prefill {self.prompt_tokens}"
             case Kind.CACHED:
@@ -72,6 +75,33 @@ def standard_works(new_tokens: int) -> list[Work]:
     ]
 
 
+def sweep_works(new_tokens: int) -> list[Work]:
+    """Decode over batch sizes after prompts of 512."""
+    return [
+        Work(kind=Kind.DECODE, batch=b, prompt_tokens=SWEEP_PROMPT_TOKENS, new_tokens=new_tokens)
+        for b in (1, 8, 32, 64, 128)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """What a weight is stored in."""
+
+    name: str  # in the rows
+    weight_bytes: float  # scales left out: no format can do with less
+    speedup: float  # of products over bf16: an instruction of 8-bit values has twice as many
+
+
+WEIGHT_FORMATS = {
+    found.name: found
+    for found in (
+        WeightFormat(name="bf16", weight_bytes=2, speedup=1),
+        WeightFormat(name="int8", weight_bytes=1, speedup=2),
+        WeightFormat(name="int4", weight_bytes=0.5, speedup=2),
+    )
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofs:
     """What the machine can do, measured beside the works."""
@@ -80,27 +110,28 @@ class Roofs:
     flop_per_s: float
 
 
-def limit(work: Work, spec: ModelSpec, bytes_per_value: int, roofs: Roofs) -> float:
+def limit(work: Work, spec: ModelSpec, weights: WeightFormat, roofs: Roofs) -> float:
     """The best figure possible: memory read once at the read rate, or products at the matrix rate.
 
     Memory: all weights (a tied head once) and the keys and values of the context, once a step. Products: two
     operations a weight and row; the head only for rows that are sampled; attention over the causal half.
+    Attention is counted at the format's rate too, which only makes the limit higher.
     """
     per_layer = _layer_parameters(spec)
     body, head = per_layer * spec.num_layers, spec.hidden_size * spec.vocab_size
-    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * bytes_per_value
+    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _KV_BYTES
+    flop_per_s = roofs.flop_per_s * weights.speedup
     pair_flop = 4 * spec.num_heads * spec.head_dim * spec.num_layers  # of one query row and one key
     if work.kind is Kind.DECODE:
         context = work.prompt_tokens + work.new_tokens / 2
-        read = (body + head) * bytes_per_value + work.batch * context * kv_bytes
+        read = (body + head) * weights.weight_bytes + work.batch * context * kv_bytes
         flop = work.batch * (2 * (body + head) + context * pair_flop)
-        return work.batch / max(read / roofs.read_bytes_per_s, flop / roofs.flop_per_s)
+        return work.batch / max(read / roofs.read_bytes_per_s, flop / flop_per_s)
     rows = work.prompt_tokens - work.cached_tokens
     pairs = rows * (work.cached_tokens + rows / 2)
-    read = (body + head) * bytes_per_value + work.cached_tokens * kv_bytes
-    seconds = max(
-        read / roofs.read_bytes_per_s, (2 * (body * rows + head) + pairs * pair_flop) / roofs.flop_per_s
-    )
+    read = (body + head) * weights.weight_bytes + work.cached_tokens * kv_bytes
+    flop = 2 * (body * rows + head) + pairs * pair_flop
+    seconds = max(read / roofs.read_bytes_per_s, flop / flop_per_s)
     return work.figure(seconds, seconds)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.engine import OURS, Bench, rows_of
 from benchmarks.roofs import RoofMeter
-from benchmarks.subjects import Prompts
+from benchmarks.subjects import Prompts, SubjectFailed
 from benchmarks.works import Kind, Work
-from tests.unit.benchmarks.test_works import SPEC
+from tests.unit.benchmarks.test_works import BF16, SPEC
 
 WORKS = [
     Work(kind=Kind.DECODE, batch=2, prompt_tokens=16, new_tokens=5),
@@ -33,6 +33,18 @@ class Steady:
         self.beginnings.append((list(beginning), list(prompt)))
         return self._pace / 2
 
+    def close(self) -> None:
+        pass
+
+
+class Breaking(Steady):
+    """Fails at single prompts."""
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> float:
+        if len(prompts) == 1:
+            raise SubjectFailed("breaking peer: no memory")
+        return super().generate(prompts, new_tokens)
+
 
 class Impossible(Steady):
     """As on a machine that something else holds up: all tokens come before the first."""
@@ -51,7 +63,7 @@ def test_a_line_per_measurement_and_rows_against_the_better_peer() -> None:
         "decode b2: fast peer 2.0 tok/s",
     ]
     assert len(lines) == 2 * len(WORKS) * len(subjects)
-    rows = rows_of(bench, WORKS, "tiny", SPEC)
+    rows = rows_of(bench, WORKS, "tiny", SPEC, BF16)
     assert [set(row) for row in rows] == [
         {"work", "ours", "unit", "best_peer", "peer", "ratio_to_best_peer", "limit", "limit_share"}
     ] * len(WORKS)
@@ -75,4 +87,21 @@ def test_every_prompt_is_fresh_and_starts_with_what_was_cached() -> None:
 def test_times_that_make_no_sense_are_no_figures() -> None:
     bench = Bench({OURS: Impossible(1.0)}, WORKS[:1], SPEC.vocab_size, RoofMeter(read_bytes=1 << 20))
     with pytest.raises(RuntimeError, match="too busy to measure"):
+        list(bench.run())
+
+
+def test_a_peer_that_fails_is_told_and_left_out_and_keeps_its_figures() -> None:
+    subjects = {OURS: Steady(0.5), "breaking peer": Breaking(1.0)}
+    bench = Bench({**subjects}, WORKS, SPEC.vocab_size, RoofMeter(read_bytes=1 << 20))
+    lines = list(bench.run())
+    assert [line for line in lines if "LEFT OUT" in line] == [
+        "LEFT OUT from here on: breaking peer: no memory"
+    ]
+    rows = rows_of(bench, WORKS, "tiny", SPEC, BF16)
+    assert [(row["work"], row["peer"]) for row in rows] == [("tiny bf16 decode b2", "breaking peer")]
+
+
+def test_ours_must_not_fail() -> None:
+    bench = Bench({OURS: Breaking(1.0)}, WORKS[1:], SPEC.vocab_size, RoofMeter(read_bytes=1 << 20))
+    with pytest.raises(SubjectFailed, match="no memory"):
         list(bench.run())

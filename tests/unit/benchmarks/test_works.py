@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.works import Kind, Roofs, Work, limit, standard_works
+from benchmarks.works import WEIGHT_FORMATS, Kind, Roofs, Work, limit, standard_works, sweep_works
 from workers.model.spec import spec_from_config
 
 SPEC = spec_from_config(
@@ -24,6 +24,7 @@ SPEC = spec_from_config(
 )
 BODY = 2 * (8 * (2 + 2) * 4 + 8 * 8 + 3 * 8 * 16)  # QKV, output, gate, up, down of two layers
 HEAD = 800
+BF16 = WEIGHT_FORMATS["bf16"]
 
 
 def test_names_others_rely_on() -> None:
@@ -35,6 +36,7 @@ def test_names_others_rely_on() -> None:
         "smollm2 bf16 prefill 2048",
         "smollm2 bf16 ttft 2048 cached 1920",
     ]
+    assert sweep_works(64)[-1].name("smollm2", "int8") == "smollm2 int8 decode b128 p512"
 
 
 def test_figures_and_who_is_ahead() -> None:
@@ -52,9 +54,9 @@ def test_decode_is_bound_by_reading_or_by_products() -> None:
     context = 160
     read = 2 * (BODY + HEAD) + 4 * context * 2 * 2 * 1 * 4 * 2
     flop = 4 * (2 * (BODY + HEAD) + context * 4 * 2 * 4 * 2)
-    reading = limit(work, SPEC, 2, Roofs(read_bytes_per_s=1e3, flop_per_s=1e12))
+    reading = limit(work, SPEC, BF16, Roofs(read_bytes_per_s=1e3, flop_per_s=1e12))
     assert reading == pytest.approx(4 * 1e3 / read)
-    multiplying = limit(work, SPEC, 2, Roofs(read_bytes_per_s=1e12, flop_per_s=1e3))
+    multiplying = limit(work, SPEC, BF16, Roofs(read_bytes_per_s=1e12, flop_per_s=1e3))
     assert multiplying == pytest.approx(4 * 1e3 / flop)
 
 
@@ -62,5 +64,12 @@ def test_prefill_multiplies_the_head_for_one_row() -> None:
     roofs = Roofs(read_bytes_per_s=1e12, flop_per_s=1e3)
     pairs = 512 * 512 / 2
     flop = 2 * (BODY * 512 + HEAD) + pairs * 4 * 2 * 4 * 2
-    found = limit(Work(kind=Kind.PREFILL, prompt_tokens=512), SPEC, 2, roofs)
+    found = limit(Work(kind=Kind.PREFILL, prompt_tokens=512), SPEC, BF16, roofs)
     assert found == pytest.approx(512 * 1e3 / flop)
+
+
+def test_fewer_bytes_a_weight_raise_the_limit_but_keys_and_values_stay() -> None:
+    work = Work(kind=Kind.DECODE, batch=4, prompt_tokens=128, new_tokens=64)
+    read = (BODY + HEAD) / 2 + 4 * 160 * 2 * 2 * 1 * 4 * 2
+    found = limit(work, SPEC, WEIGHT_FORMATS["int4"], Roofs(read_bytes_per_s=1e3, flop_per_s=1e12))
+    assert found == pytest.approx(4 * 1e3 / read)
