@@ -50,7 +50,7 @@ def random_model(root: Path) -> Path:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(temporary)
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(temporary)
     for name in _TOKENIZER_FILES:
         if (source := tokenizer / name).exists():
             shutil.copy(source, temporary / name)

@@ -64,9 +64,9 @@ CATALOGUE: Mapping[str, PeerKind] = MappingProxyType(
             ),
             PeerKind(
                 name="vllm_cpu",
-                module="vllm",
+                module="vllm.entrypoints.llm",
                 labels={"bf16": "vllm bf16"},
-                unwanted=("torchvision",),
+                unwanted=("torchvision", "torchaudio", "torchcodec"),
             ),
         )
     }
