@@ -7,6 +7,7 @@ shows as DEPLOY_FAILED with one sentence instead of a group that waits or restar
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,11 @@ from ray.serve import Application
 from cluster import embedded
 from cluster.config import EMBEDDED_MODEL, TandemConfig, parse_config
 from cluster.config_tree import PoolConfig
+from cluster.model_check import open_model
 from cluster.problems import ConfigError, Problem
 from router.deployment import Router, RouterStart
 from workers.config import ModelConfig
 from workers.group import FrontSettings, WorkerGroup
-from workers.model.checkpoint import Checkpoint
-from workers.model.errors import CheckpointError, TensorParallelError
-from workers.model.spec import check_tensor_parallel
 from workers.types import Role
 
 _log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def build(args: dict[str, Any]) -> Application:
     config = parse_config(args)
     model = _located(config.model)
     problems = [
-        *_model_problems(config, model),
+        *open_model(config, Path(model.path))[1],
         *_resource_problems(config),
         *_security_problems(config),
     ]
@@ -95,27 +94,19 @@ def _pool(name: str, role: Role, pool: PoolConfig, model: ModelConfig, config: T
 
 def _located(model: ModelConfig) -> ModelConfig:
     """The model with its folder and its served name. Raises ConfigError."""
+    path = os.path.expanduser(model.path)
     try:
-        folder = embedded.ensure(_log.info) if model.path == EMBEDDED_MODEL else Path(model.path).expanduser()
+        if embedded.canonical_path(path) == EMBEDDED_MODEL:
+            folder = embedded.ensure(_log.info)
+        elif os.path.isabs(path):
+            folder = embedded.model_folder(path)
+        else:  # it would be taken from this process's working folder, which nobody chose
+            raise embedded.EmbeddedModelError("is no absolute path; `tandem deploy` makes one of it")
     except embedded.EmbeddedModelError as error:
-        raise ConfigError([Problem(path="model.path", message=str(error), got=repr(model.path))]) from error
+        hint = "a folder must be there, under this path, on every machine of the cluster"
+        problem = Problem(path="model.path", message=str(error), got=repr(model.path), hint=hint)
+        raise ConfigError([problem]) from error
     return replace(model, path=str(folder), name=model.name or folder.resolve().name)
-
-
-def _model_problems(config: TandemConfig, model: ModelConfig) -> Iterable[Problem]:
-    """What the checkpoint's own files say against this config."""
-    try:
-        checkpoint = Checkpoint(Path(model.path))
-    except (CheckpointError, OSError) as error:
-        hint = "the folder must be there, under this path, on every machine of the cluster"
-        yield Problem(path="model.path", message=str(error), got=repr(config.model.path), hint=hint)
-        return
-    for name, pool in config.pools.by_name().items():
-        try:
-            check_tensor_parallel(checkpoint.spec, pool.tensor_parallel)
-        except TensorParallelError as error:
-            path = f"pools.{name}.tensor_parallel"
-            yield Problem(path=path, message=str(error), got=str(pool.tensor_parallel))
 
 
 def _resource_problems(config: TandemConfig) -> Iterable[Problem]:

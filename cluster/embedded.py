@@ -12,24 +12,24 @@ when a file is damaged. The wheel's own Python code is never imported (it needs 
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.config_tree import EMBEDDED_MODEL
 from cluster.gguf_model import GgufError, write_folder
 from cluster.manifest import find_damage, sha256_file, write_manifest
+from workers.file_lock import file_lock
 
 Progress = Callable[[str], None]  # receives one short line a phase
 
 _CONVERTER = 1  # raise when write_folder writes something else from the same file
 _LOCK_TIMEOUT_S = 300.0
 _NEEDED_BYTES = 320_000_000
+_WAITING = "another process is converting the model; waiting for it"
 
 
 class EmbeddedModelError(RuntimeError):
@@ -63,22 +63,33 @@ def default_root() -> Path:
     return Path.home() / ".cache" / "tandem" / "models"
 
 
+def canonical_path(name: str) -> str:
+    """`model.path` so that it means the same in every process: EMBEDDED_MODEL, or an absolute path.
+
+    A relative one is taken from this process's working folder.
+    """
+    if name in (EMBEDDED_MODEL, SMOLLM2.name):
+        return EMBEDDED_MODEL
+    return os.path.abspath(os.path.expanduser(name))
+
+
 def model_folder(name: str, root: Path | None = None) -> Path:
     """Folder of a model: the embedded one's place in the cache (made or not), or an existing folder.
 
     Raises EmbeddedModelError naming the exact path and the cause.
     """
-    if name in ("embedded", SMOLLM2.name):
+    path = canonical_path(name)
+    if path == EMBEDDED_MODEL:
         return (root or default_root()) / SMOLLM2.name
-    folder = Path(os.path.expanduser(name))
+    folder = Path(path)
     if not os.path.exists(folder):  # Path.exists raises where a folder above may not be read
         known = f"a folder in Hugging Face layout, or {SMOLLM2.name}"
-        raise EmbeddedModelError(f"no model {name!r}: {folder.absolute()} does not exist; give {known}")
+        raise EmbeddedModelError(f"no model {name!r}: {folder} does not exist; give {known}")
     if not folder.is_dir():
-        raise EmbeddedModelError(f"{folder.absolute()} is a file; give the folder that holds config.json")
+        raise EmbeddedModelError(f"{folder} is a file; give the folder that holds config.json")
     if not os.access(folder, os.R_OK | os.X_OK):
-        raise EmbeddedModelError(f"{folder.absolute()} cannot be read by this user; change its permissions")
-    return folder.absolute()
+        raise EmbeddedModelError(f"{folder} cannot be read by this user; change its permissions")
+    return folder
 
 
 def find_source(source: ModelSource = SMOLLM2) -> Path | None:
@@ -109,7 +120,8 @@ def ensure(
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{source.name}.lock", progress):
+        lock = root / f".{source.name}.lock"
+        with file_lock(lock, timeout_s=_LOCK_TIMEOUT_S, on_wait=lambda: progress(_WAITING)):
             damage = find_damage(folder, made_from) if folder.is_dir() else []
             if folder.is_dir() and not damage:  # another process has made it meanwhile
                 return folder
@@ -117,6 +129,8 @@ def ensure(
                 progress(f"{_short(folder)}: {sentence}; converting again")
             gguf_file = _verified_source(source, locate, folder, damage, progress)
             _convert(gguf_file, folder, made_from, progress)
+    except TimeoutError as error:
+        raise EmbeddedModelError(f"{error}; end it (fuser shows which), then try again") from error
     except OSError as error:
         place = error.filename or root
         raise EmbeddedModelError(
@@ -166,29 +180,6 @@ def _convert(gguf_file: Path, folder: Path, made_from: str, progress: Progress) 
     finally:
         for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-@contextmanager
-def _locked(file: Path, progress: Progress) -> Iterator[None]:
-    """Hold an exclusive lock between processes. It goes away with its holder, however that ends."""
-    with file.open("w") as stream:
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        is_told = False
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise EmbeddedModelError(
-                        f"another process has held {file} for {_LOCK_TIMEOUT_S:.0f} s; "
-                        "end it (fuser shows which), then try again"
-                    ) from None
-                if not is_told:
-                    progress("another process is converting the model; waiting for it")
-                    is_told = True
-                time.sleep(0.1)
-        yield
 
 
 def _short(folder: Path) -> str:

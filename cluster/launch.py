@@ -23,14 +23,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
 from cluster.guardian import Guardian
 from cluster.haproxy import write_wrapper
 from cluster.marked import MARK, end_marked
-from cluster.serve_api import ServeApi, ServeApiError, read_token, token_path
+from cluster.serve_api import ServeApi, ServeApiError, ServeApiTimeout, read_token, token_path
 
 _HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
 
@@ -39,14 +39,7 @@ class LaunchError(RuntimeError):
     """The cluster or the application did not come up; the message says what to change."""
 
 
-class Progress(NamedTuple):
-    """One line of news while something starts."""
-
-    stage: str  # ray, deploy, ready
-    message: str
-
-
-Report = Callable[[Progress], None]
+Report = Callable[[str], None]  # receives one line of news while something starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +80,7 @@ def start_local_cluster(
     *,
     num_cpus: int | None = None,
     dashboard_port: int = 8265,
-    report: Report = lambda progress: None,
+    report: Report = lambda news: None,
     timeout_s: float = 60.0,
 ) -> LocalCluster:
     """Start Ray on this machine, on the loopback address, with token authentication.
@@ -95,7 +88,7 @@ def start_local_cluster(
     `dashboard_port` is a wish: another free one is taken when it is in use. The environment switches for
     Serve's HAProxy ingress are set here too, for configs that do not carry them.
     """
-    report(Progress("ray", "starting a local Ray cluster"))
+    report("starting a local Ray cluster")
     _ensure_token()
     mark = secrets.token_hex(8)
     folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))  # short: Unix sockets are made inside
@@ -143,17 +136,29 @@ def start_local_cluster(
     except BaseException:  # Ctrl-C too must leave nothing behind
         stop_all(cluster, grace_s=0)
         raise
-    report(Progress("ray", f"Ray is up, dashboard at {api.url}"))
+    report(f"Ray is up, dashboard at {api.url}")
     return cluster
 
 
-def deploy(api: ServeApi, config: Mapping[str, Any], *, report: Report = lambda progress: None) -> None:
-    """Hand a config (already checked) to Serve."""
-    report(Progress("deploy", "handing the deployment to Serve"))
-    try:
-        api.deploy(config)
-    except ServeApiError as error:
-        raise LaunchError(f"Serve refused the deployment: {error}") from error
+def deploy(
+    api: ServeApi,
+    config: Mapping[str, Any],
+    *,
+    report: Report = lambda news: None,
+    timeout_s: float = 900.0,
+) -> None:
+    """Hand a config (already checked) to Serve. A slow dashboard is asked again until `timeout_s`."""
+    report("handing the deployment to Serve")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return api.deploy(config)
+        except ServeApiTimeout as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(f"Serve took no deployment in {timeout_s:.0f} s: {error}") from error
+            report(f"{error}; asking again")
+        except ServeApiError as error:
+            raise LaunchError(f"Serve took no deployment: {error}") from error
 
 
 def wait_ready(
@@ -161,7 +166,7 @@ def wait_ready(
     *,
     application: str,
     url: str,
-    report: Report = lambda progress: None,
+    report: Report = lambda news: None,
     timeout_s: float = 900.0,
     is_alive: Callable[[], bool] = lambda: True,
 ) -> None:
@@ -180,14 +185,14 @@ def wait_ready(
                 raise LaunchError(f"deployment failed: {plain_message(message)}")
             if message != last:
                 last = message
-                report(Progress("deploy", message))
+                report(message)
             if status == "RUNNING":
                 with contextlib.suppress(httpx.HTTPError):
                     if client.get(f"{url}/ready").status_code == 200:
-                        report(Progress("ready", f"serving at {url}"))
+                        report(f"serving at {url}")
                         return
             if time.monotonic() > deadline:
-                raise LaunchError(f"not ready after {timeout_s:g} s; Serve says: {status} {message}")
+                raise LaunchError(f"not ready after {timeout_s:.0f} s; Serve says: {status} {message}")
             time.sleep(0.25)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 
 _APPLICATIONS = "/api/serve/applications/"
-_TIMEOUT_S = 30.0
 
 
 class ServeApiError(RuntimeError):
@@ -33,15 +32,23 @@ def read_token() -> str | None:
         return None
 
 
+class ServeApiTimeout(ServeApiError):
+    """The dashboard took too long; what was asked may have been done, or not."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeApi:
     """Calls to one cluster's dashboard, `http://127.0.0.1:8265` for example."""
 
     url: str
     token: str | None = None
+    timeout_s: float = 30.0  # for one answer
 
     def deploy(self, config: Mapping[str, Any]) -> None:
-        """Make the cluster look like the config. Returns when it is accepted, before it is true."""
+        """Make the cluster look like the config. Returns when it is accepted, before it is true.
+
+        Asking twice for the same changes nothing more.
+        """
         self._call("PUT", config)
 
     def details(self) -> dict[str, Any]:
@@ -80,8 +87,12 @@ class ServeApi:
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         try:
             # trust_env off: a proxy from the environment must never see the token.
-            with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+            with httpx.Client(timeout=self.timeout_s, trust_env=False) as client:
                 response = client.request(method, self.url + _APPLICATIONS, headers=headers, json=body)
+        except httpx.TimeoutException as error:
+            raise ServeApiTimeout(
+                f"the Ray dashboard at {self.url} did not answer within {self.timeout_s:g} s"
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServeApiError(f"no Ray dashboard answers at {self.url}: {error}") from error
         if response.status_code in (401, 403):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -46,7 +47,9 @@ def check_file(file: str | FilePath, *, allow_open: bool = False) -> tuple[Any, 
         refused = {problem.path for problem in tree.problems}  # their values are missing from the tree
         found = check_tree(tree, allow_open=allow_open)
         problems += [problem for problem in found if problem.path not in refused]
-    return tree.value, [_in_file(problem, name) for problem in sorted(problems, key=lambda p: p.line or 0)]
+    return tree.value, [
+        replace(problem, file=name) for problem in sorted(problems, key=lambda p: p.line or 0)
+    ]
 
 
 def check_tree(tree: YamlTree, *, allow_open: bool = False) -> list[Problem]:
@@ -65,18 +68,6 @@ def check_tree(tree: YamlTree, *, allow_open: bool = False) -> list[Problem]:
             hint = f"write import_path: {IMPORT_PATH}"
             problems.append(_problem(tree, ("applications",), "no application of Tandem", hint=hint))
     return problems
-
-
-def _in_file(problem: Problem, file: str) -> Problem:
-    return Problem(
-        path=problem.path,
-        message=problem.message,
-        got=problem.got,
-        allowed=problem.allowed,
-        hint=problem.hint,
-        file=file,
-        line=problem.line,
-    )
 
 
 def _problem(
@@ -207,14 +198,7 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
     config, problems = check_config(args)
     for problem in problems:
         path = (*base, "args", *problem.path.split("."))
-        yield Problem(
-            path=join(*path),
-            message=problem.message,
-            got=problem.got,
-            allowed=problem.allowed,
-            hint=problem.hint,
-            line=tree.line_of(path),
-        )
+        yield replace(problem, path=join(*path), line=tree.line_of(path))
     names: Sequence[str] = [ROUTER_DEPLOYMENT, *(config.pools.by_name() if config else ("unified",))]
     deployments = app.get("deployments")
     seen: dict[str, int] = {}

@@ -17,12 +17,11 @@ from typing import Any
 
 from cluster.config import apply_overrides, check_config
 from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
-from cluster.embedded import EmbeddedModelError, model_folder
+from cluster.embedded import EmbeddedModelError, canonical_path, model_folder
+from cluster.model_check import open_model
 from cluster.problems import ConfigError, Problem
 from cluster.serve_schema import IMPORT_PATH, check_file, grpc_port
 from workers.model.checkpoint import Checkpoint
-from workers.model.errors import CheckpointError, TensorParallelError
-from workers.model.spec import check_tensor_parallel
 
 SHIPPED_FILES = Path(__file__).resolve().parent.parent / "deploy"
 DEFAULT_FILE = SHIPPED_FILES / "local.yaml"
@@ -34,7 +33,7 @@ class Deployment:
     """A checked deployment: what Serve receives, and the parts of it that the commands need."""
 
     file: str
-    tree: dict[str, Any]  # for Serve's API, with --port and --set applied
+    tree: dict[str, Any]  # for Serve's API, with --port and --set applied and model.path absolute
     application: str
     config: TandemConfig
     assigned: frozenset[str]  # paths that `--set` gives
@@ -92,6 +91,10 @@ def load_deployment(
     config, problems = check_config(args)
     if config is None:  # each part alone was right, so it is a value of --set
         raise ConfigError(replace(problem, file=_COMMAND_LINE) for problem in problems)
+    # Processes of the cluster have other working folders and, elsewhere, another home.
+    model = replace(config.model, path=canonical_path(config.model.path))
+    config = config.model_copy(update={"model": model})
+    args = {**args, "model": {**(args.get("model") or {}), "path": model.path}}
     http = {**(tree.get("http_options") or {}), **({} if port is None else {"port": port})}
     applications = list(tree["applications"])
     applications[index] = {**app, "args": args}
@@ -128,34 +131,14 @@ def _open_model(
     def place(path: str) -> str:
         return _COMMAND_LINE if path in assigned else file
 
-    path = "model.path"
     try:
         folder = model_folder(config.model.path)
-        if config.model.path == EMBEDDED_MODEL and not folder.exists():
-            return None, []
-        checkpoint = Checkpoint(folder)
-    except (EmbeddedModelError, CheckpointError) as error:
-        return None, [Problem(path=path, message=str(error), file=place(path))]
-    problems = []
-    length = config.model.max_model_len
-    if length is not None and length > checkpoint.max_model_len:
-        path = "model.max_model_len"
-        problems.append(
-            Problem(
-                path=path,
-                message=f"longer than {folder.name} can",
-                got=str(length),
-                allowed=f"at most {checkpoint.max_model_len}",
-                file=place(path),
-            )
-        )
-    for name, pool in config.pools.by_name().items():
-        try:
-            check_tensor_parallel(checkpoint.spec, pool.tensor_parallel)
-        except TensorParallelError as error:
-            path = f"pools.{name}.tensor_parallel"
-            problems.append(Problem(path=path, message=str(error), file=place(path)))
-    return checkpoint, problems
+    except EmbeddedModelError as error:
+        return None, [Problem(path="model.path", message=str(error), file=place("model.path"))]
+    if canonical_path(config.model.path) == EMBEDDED_MODEL and not folder.exists():
+        return None, []
+    checkpoint, problems = open_model(config, folder)
+    return checkpoint, [replace(problem, file=place(problem.path)) for problem in problems]
 
 
 def _model_problems_despite(tree: Any, assignments: Sequence[str], file: str) -> list[Problem]:

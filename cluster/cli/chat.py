@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -53,6 +54,8 @@ def chat(
                 except ValueError as error:
                     raise CommandFailed(f"--set {setting}: {error}") from error
             talk = _Talk(terminal, client, conversation)
+            if isinstance(sys.stdin, TextIOWrapper):
+                sys.stdin.reconfigure(errors="replace")  # bytes that are no text become U+FFFD
             if sys.stdin.isatty() and not as_json:
                 talk.converse()
             else:

@@ -19,7 +19,6 @@ from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOpt
 from cluster.cli.services import services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
 from cluster.config_tree import EMBEDDED_MODEL
-from cluster.launch import Progress, Report
 from cluster.problems import ConfigError, Problem
 from cluster.running import RunningCluster, process_start
 from cluster.serve_api import ServeApi, ServeApiError
@@ -61,15 +60,16 @@ def deploy(
                         services.ensure_model(phases.start)
                     check_model(deployment)
                     check_unchanged(api.details(), deployment)
-                    services.launcher.deploy(api, deployment.tree, report=reporter(phases))
+                    left_s = timeout_s - phases.elapsed_s
+                    services.launcher.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
                     is_accepted = True
                     if wait:
                         services.launcher.wait_ready(
                             api,
                             application=deployment.application,
                             url=deployment.url,
-                            report=reporter(phases),
-                            timeout_s=timeout_s,
+                            report=phases.start,
+                            timeout_s=timeout_s - phases.elapsed_s,
                             is_alive=lambda: True,
                         )
                 ready_s = phases.elapsed_s
@@ -171,15 +171,6 @@ def check_unchanged(details: Mapping[str, Any], deployment: Deployment) -> None:
         problems.append(_immutable("proxy_location", running, location, deployment.file))
     if problems:
         raise ConfigError(problems)
-
-
-def reporter(phases: Phases) -> Report:
-    """The launcher's news as phases."""
-
-    def report(progress: Progress) -> None:
-        phases.start(progress.message)
-
-    return report
 
 
 def _immutable(path: str, old: object, new: object, file: str) -> Problem:

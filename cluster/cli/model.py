@@ -12,7 +12,8 @@ from rich.table import Table
 from cluster.cli.options import JsonOption
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import Phases, Terminal
-from cluster.embedded import SMOLLM2, EmbeddedModelError, model_folder
+from cluster.config_tree import EMBEDDED_MODEL
+from cluster.embedded import SMOLLM2, EmbeddedModelError, canonical_path, model_folder
 from cluster.problems import ConfigError, Problem
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
@@ -99,7 +100,7 @@ def _folder(terminal: Terminal, services: Services, name: str) -> Path:
         folder = model_folder(name)
     except EmbeddedModelError as error:
         raise ConfigError([Problem(path="", message=str(error))]) from error
-    return _ensured(terminal, services) if name in ("embedded", SMOLLM2.name) else folder
+    return _ensured(terminal, services) if canonical_path(name) == EMBEDDED_MODEL else folder
 
 
 def _ensured(terminal: Terminal, services: Services) -> Path:

@@ -13,7 +13,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from cluster.cli.deploy import check_unchanged, reporter
+from cluster.cli.deploy import check_unchanged
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
 from cluster.cli.services import Services, services_of
 from cluster.cli.signals import interrupts
@@ -94,16 +94,17 @@ class _Server:
                 check_unchanged(api.details(), deployment)
             else:
                 num_cpus = max(os.cpu_count() or 1, deployment.num_cpus())
-                self._cluster = launcher.start(num_cpus=num_cpus, report=reporter(phases))
+                self._cluster = launcher.start_local_cluster(num_cpus=num_cpus, report=phases.start)
                 api = self._cluster.api
             self._api = api
-            launcher.deploy(api, deployment.tree, report=reporter(phases))
+            left_s = self._timeout_s - phases.elapsed_s
+            launcher.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
             launcher.wait_ready(
                 api,
                 application=deployment.application,
                 url=deployment.url,
-                report=reporter(phases),
-                timeout_s=self._timeout_s,
+                report=phases.start,
+                timeout_s=self._timeout_s - phases.elapsed_s,
                 is_alive=self._is_cluster_alive,
             )
             ready_s = phases.elapsed_s
@@ -146,7 +147,7 @@ class _Server:
         while self._cluster is not None or self._api is not None:
             try:
                 if self._cluster is not None:
-                    killed = self._services.launcher.stop(self._cluster, grace_s=grace_s)
+                    killed = self._services.launcher.stop_all(self._cluster, grace_s=grace_s)
                 elif self._api is not None:
                     self._api.remove_applications()
             except KeyboardInterrupt:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import typer
 
@@ -21,13 +21,15 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class Launcher(Protocol):
-    """Starting and stopping, as `cluster.launch` does it."""
+    """Starting and stopping: the module `cluster.launch`, or a fake of the tests."""
 
     def check_port(self, host: str, port: int) -> None: ...
 
-    def start(self, *, num_cpus: int | None, report: launch.Report) -> launch.LocalCluster: ...
+    def start_local_cluster(self, *, num_cpus: int, report: launch.Report) -> launch.LocalCluster: ...
 
-    def deploy(self, api: ServeApi, config: dict[str, object], *, report: launch.Report) -> None: ...
+    def deploy(
+        self, api: ServeApi, config: Mapping[str, Any], *, report: launch.Report, timeout_s: float
+    ) -> None: ...
 
     def wait_ready(
         self,
@@ -40,44 +42,14 @@ class Launcher(Protocol):
         is_alive: Callable[[], bool],
     ) -> None: ...
 
-    def stop(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[str]: ...
-
-
-class RealLauncher:
-    """`cluster.launch`, as it is."""
-
-    def check_port(self, host: str, port: int) -> None:
-        launch.check_port(host, port)
-
-    def start(self, *, num_cpus: int | None, report: launch.Report) -> launch.LocalCluster:
-        return launch.start_local_cluster(num_cpus=num_cpus, report=report)
-
-    def deploy(self, api: ServeApi, config: dict[str, object], *, report: launch.Report) -> None:
-        launch.deploy(api, config, report=report)
-
-    def wait_ready(
-        self,
-        api: ServeApi,
-        *,
-        application: str,
-        url: str,
-        report: launch.Report,
-        timeout_s: float,
-        is_alive: Callable[[], bool],
-    ) -> None:
-        launch.wait_ready(
-            api, application=application, url=url, report=report, timeout_s=timeout_s, is_alive=is_alive
-        )
-
-    def stop(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[str]:
-        return launch.stop_all(cluster, grace_s=grace_s)
+    def stop_all(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
     """The outside world of the commands."""
 
-    launcher: Launcher = field(default_factory=RealLauncher)
+    launcher: Launcher = launch
     # (Ray's address or "", applications) -> what the groups say of themselves
     entries: Callable[[str, list[str]], list[GroupEntry]] = read_entries
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure

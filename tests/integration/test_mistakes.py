@@ -18,7 +18,8 @@ pytestmark = pytest.mark.integration
     [
         ({"pools": {"unified": {"tensor_paralel": 2}}}, ["tensor_paralel", "did you mean tensor_parallel?"]),
         ({"pools": {"unified": {"tensor_parallel": 64}}}, ["pools.unified.tensor_parallel", "64", "CPU"]),
-        ({"model": {"path": "/nowhere/model"}}, ["model.path", "/nowhere/model", "no such model folder"]),
+        ({"model": {"path": "/nowhere/model"}}, ["model.path", "/nowhere/model", "does not exist"]),
+        ({"model": {"path": "a/model"}}, ["model.path", "a/model", "no absolute path"]),
     ],
 )
 def test_a_mistake_is_one_sentence_in_the_status(

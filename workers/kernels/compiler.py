@@ -6,7 +6,6 @@ at the same time wait for one of them to compile; the file appears by a rename, 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -14,10 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from workers.file_lock import file_lock
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = (
@@ -54,9 +52,11 @@ def library(cache: Path, sources: Path = SOURCES, march: str = "native") -> Path
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent / "lock"):
+        with file_lock(path.parent / "lock", timeout_s=COMPILE_TIMEOUT_S):
             if not path.exists():
                 _compile(path, sources, flags)
+    except TimeoutError as error:
+        raise KernelsUnavailable(str(error)) from error
     except OSError as error:
         raise KernelsUnavailable(f"cannot write compiled kernels to {path.parent}: {error}") from error
     return path
@@ -91,24 +91,6 @@ def _compiler_version() -> bytes:
 def _cpu_flags() -> bytes:
     with open("/proc/cpuinfo", "rb") as file:
         return next((line for line in file if line.startswith(b"flags")), b"")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the kernel drops it should this process die."""
-    deadline = time.monotonic() + COMPILE_TIMEOUT_S
-    with open(path, "w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise KernelsUnavailable(
-                        f"another process held {path} for {COMPILE_TIMEOUT_S:.0f} s"
-                    ) from None
-                time.sleep(0.05)
-        yield
 
 
 def _compile(path: Path, sources: Path, flags: tuple[str, ...]) -> None:

@@ -34,7 +34,7 @@ class World:
         self.note = RunningNote(folder / "run")
         self.entries: list[GroupEntry] = []
 
-    def run(self, *arguments: str, input: str | None = None) -> Result:
+    def run(self, *arguments: str, input: str | bytes | None = None) -> Result:
         """Run `tandem` with these arguments."""
         services = Services(
             launcher=self.launcher,

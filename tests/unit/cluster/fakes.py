@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 from cluster.embedded import Progress
 from cluster.guardian import Guardian
 from cluster.launch import LaunchError, LocalCluster, Report
-from cluster.launch import Progress as News
 from cluster.serve_api import ServeApi
 
 METRICS = """\
@@ -34,6 +33,8 @@ class FakeServer:
         self.details: dict[str, Any] = {"applications": {}}
         self.answers_dashboard = True
         self.puts: list[Any] = []  # bodies of deployments
+        self.takes_puts = threading.Event()  # without it they wait, and their clients may leave
+        self.takes_puts.set()
         self.chats: list[Any] = []  # bodies of chat requests
         self.pieces: list[str] = ["Paris", ".", " Yes"]
         self.chat_status = 200
@@ -53,6 +54,7 @@ class FakeServer:
             yield self
         finally:
             self.pause.set()
+            self.takes_puts.set()
             self._http.shutdown()
             self._http.server_close()
             self._thread.join(timeout=5)
@@ -91,6 +93,10 @@ class FakeServer:
             def do_PUT(self) -> None:
                 body = self._body()
                 server.puts.append(body)
+                if not server.takes_puts.is_set():
+                    server.takes_puts.wait(20)
+                    self.close_connection = True
+                    return
                 server.details = {
                     "applications": {app["name"]: {"status": "RUNNING"} for app in body["applications"]},
                     **{key: body[key] for key in ("http_options", "proxy_location") if key in body},
@@ -151,9 +157,9 @@ class FakeLauncher:
         if port == self.taken_port:
             raise LaunchError(f"port {port} on {host} cannot be used")
 
-    def start(self, *, num_cpus: int | None, report: Report) -> LocalCluster:
+    def start_local_cluster(self, *, num_cpus: int | None, report: Report) -> LocalCluster:
         self.calls.append("start")
-        report(News("ray", "starting a local Ray cluster"))
+        report("starting a local Ray cluster")
         self.head = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         return LocalCluster(
             head=self.head,
@@ -164,10 +170,10 @@ class FakeLauncher:
             guardian=Guardian(self.head),
         )
 
-    def deploy(self, api: ServeApi, config: dict[str, Any], *, report: Report) -> None:
+    def deploy(self, api: ServeApi, config: Mapping[str, Any], *, report: Report, timeout_s: float) -> None:
         self.calls.append("deploy")
-        self.configs.append(config)
-        report(News("deploy", "handing the deployment to Serve"))
+        self.configs.append(dict(config))
+        report("handing the deployment to Serve")
 
     def wait_ready(
         self,
@@ -182,10 +188,10 @@ class FakeLauncher:
         self.calls.append(f"wait_ready {application} {url}")
         if self.failure is not None:
             raise LaunchError(self.failure)
-        report(News("ready", f"serving at {url}"))
+        report(f"serving at {url}")
         self.on_ready()
 
-    def stop(self, cluster: LocalCluster, *, grace_s: float) -> list[str]:
+    def stop_all(self, cluster: LocalCluster, *, grace_s: float) -> list[str]:
         self.calls.append(f"stop {grace_s:g}")
         cluster.head.kill()
         cluster.head.wait(timeout=10)

@@ -32,6 +32,13 @@ def test_a_pipe_is_one_message_and_the_answer_is_all_there_is(world: World) -> N
     ]
 
 
+def test_bytes_that_are_no_text_become_replacement_characters(world: World) -> None:
+    done = world.run("chat", "--url", world.server.url, input=b"\xff\xfe\nhi\n")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "Paris. Yes\n", "")
+    (chat,) = world.server.chats
+    assert chat["messages"] == [{"role": "user", "content": "\ufffd\ufffd\nhi"}]
+
+
 def test_commands_in_a_pipe_stand_between_messages(world: World) -> None:
     text = "/system Be short.\n/set temperature 0.2\nfirst\n/usr/bin is a folder\n"
     text += "/reset\n/stats\nsecond\n/exit\nthird"

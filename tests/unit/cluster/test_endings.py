@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ ROOT = Path(__file__).parents[3]
 class SlowLauncher(FakeLauncher):
     """Its stop is interrupted, as by a person who presses Ctrl-C again; then some processes had to die."""
 
-    def stop(self, cluster: LocalCluster, *, grace_s: float) -> list[str]:
-        super().stop(cluster, grace_s=grace_s)
+    def stop_all(self, cluster: LocalCluster, *, grace_s: float) -> list[str]:
+        super().stop_all(cluster, grace_s=grace_s)
         if grace_s > 0:
             raise KeyboardInterrupt
         return ["17 ray::WorkerGroup"]
@@ -54,7 +55,7 @@ def test_a_second_ctrl_c_stops_at_once_and_names_what_was_killed(world: World) -
     world.stop_when_noted(signal.SIGINT)
     done = world.run("serve", world.file())
     assert done.exit_code == 0
-    assert world.launcher.calls[-2:] == ["stop 10", "stop 0"]
+    assert world.launcher.calls[-2:] == ["stop 35", "stop 0"]
     last = done.stdout.splitlines()[-2:]
     assert last[0].endswith("these did not end by themselves and were killed: 17 ray::WorkerGroup")
     assert last[1] == "stopped"
@@ -70,7 +71,7 @@ def test_a_reader_that_left_does_not_keep_the_cluster_alive(world: World) -> Non
     process.stdout.close()
     process.send_signal(signal.SIGINT)
     process.wait(timeout=30)
-    assert (world.folder / "calls").read_text().splitlines()[-1] == "stop 10"
+    assert (world.folder / "calls").read_text().splitlines()[-1] == "stop 35"
 
 
 def test_ctrl_c_while_it_starts_takes_back_what_there_is(world: World) -> None:
@@ -79,13 +80,13 @@ def test_ctrl_c_while_it_starts_takes_back_what_there_is(world: World) -> None:
 
     world.launcher.on_ready = interrupt
     assert world.run("serve", world.file()).exit_code == 0
-    assert world.launcher.calls[-1] == "stop 10"
+    assert world.launcher.calls[-1] == "stop 35"
 
 
 class InterruptedLauncher(FakeLauncher):
     """Ctrl-C comes while Serve is given the deployment."""
 
-    def deploy(self, api: ServeApi, config: dict[str, Any], *, report: Report) -> None:
+    def deploy(self, api: ServeApi, config: Mapping[str, Any], *, report: Report, timeout_s: float) -> None:
         raise KeyboardInterrupt
 
 

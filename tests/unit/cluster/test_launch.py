@@ -6,7 +6,9 @@ import socket
 
 import pytest
 
-from cluster.launch import LaunchError, check_port, free_port, plain_message
+from cluster.launch import LaunchError, check_port, deploy, free_port, plain_message
+from cluster.serve_api import ServeApi
+from tests.unit.cluster.fakes import FakeServer
 
 SERVE_MESSAGE = """\
 Deploying app 'tandem' failed with exception:
@@ -43,3 +45,24 @@ def test_a_taken_port_is_named() -> None:
         ):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", free_port())
+
+
+def test_a_slow_dashboard_is_asked_again() -> None:
+    news: list[str] = []
+    with FakeServer().running() as server:
+
+        def report(text: str) -> None:
+            news.append(text)
+            if text.endswith("asking again"):
+                server.takes_puts.set()
+
+        api = ServeApi(server.url, timeout_s=1.0)
+        server.takes_puts.clear()
+        deploy(api, {"applications": []}, report=report)
+        slow = f"the Ray dashboard at {server.url} did not answer within 1 s"
+        assert news == ["handing the deployment to Serve", f"{slow}; asking again"]
+        assert server.puts == [{"applications": []}] * 2
+        server.takes_puts.clear()
+        with pytest.raises(LaunchError) as caught:
+            deploy(api, {"applications": []}, timeout_s=0.0)
+    assert str(caught.value) == f"Serve took no deployment in 0 s: {slow}"

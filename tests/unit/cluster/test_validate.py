@@ -169,6 +169,21 @@ def test_the_model_is_compared_with_the_pools(tmp_path: Path, tiny_model: Path) 
         assert part in ranks.message
 
 
+def test_the_model_s_path_means_the_same_in_every_process(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text(GOOD)
+    monkeypatch.chdir(tiny_model.parent)
+    monkeypatch.setenv("HOME", str(tiny_model.parent))
+    absolute = str(tiny_model)
+    written = {"embedded": "embedded", "SmolLM2-135M-Instruct": "embedded", tiny_model.name: absolute}
+    for given, wanted in {**written, f"~/{tiny_model.name}": absolute, absolute: absolute}.items():
+        deployment = load_deployment(file, assignments=[f"model.path={given}"])
+        assert deployment.config.model.path == wanted
+        assert deployment.tree["applications"][0]["args"]["model"]["path"] == wanted
+
+
 def test_mistakes_of_the_model_come_with_the_others(tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     for right, wrong in (("port: 8000", "port: 80"), ("policy: prefix", "policy: 3")):
