@@ -16,11 +16,11 @@ template <class T> struct TaskSpan {
 template <class T> void find_keys(const Attention<T>& a, const AttentionTask& task, long base, long end, KeyGroup<T>& found) {
   const int32_t* table = a.tables + task.sequence * a.table_width;
   found.count = int(std::min<long>(KEYS, end - base));
-  long block = base / a.cache.block_size, offset = base % a.cache.block_size;
-  for (int j = 0; j < found.count; j++) {
-    const long at = table[block] * a.cache.block_stride + task.head * a.cache.head_stride + offset * a.d;
-    found.k[j] = a.cache.k + at, found.v[j] = a.cache.v + at;
-    if (++offset == a.cache.block_size) offset = 0, block++;
+  for (int j = 0; j < found.count;) {
+    const long position = base + j, offset = position % a.cache.block_size;
+    long at = table[position / a.cache.block_size] * a.cache.block_stride + task.head * a.cache.head_stride + offset * a.d;
+    for (const int stop = int(std::min<long>(found.count, j + a.cache.block_size - offset)); j < stop; j++, at += a.d)
+      found.k[j] = a.cache.k + at, found.v[j] = a.cache.v + at;
   }
 }
 // next: the task that the thread is likely to do then, or null.

@@ -97,8 +97,8 @@ inline void unit_rows(const char* a, size_t a_row, size_t rows, const char* pack
   alignas(64) float sums[CHUNK_ROWS * UNIT];
   const char* b = packed + units.offset(u);
   const int vecs = units.vecs(u);
-  constexpr size_t MAX_BLOCK = 1024;  // inputs; this block and the next one stay in the second-level cache
-  const size_t blocks = (units.k + MAX_BLOCK - 1) / MAX_BLOCK, block = (units.k / 2 + blocks - 1) / blocks * 2;
+  // Inputs of a block: it and the next one stay in the second-level cache; few rows soon need the next.
+  const size_t most = rows <= 2 * MAX_ROWS ? 256 : 1024, blocks = (units.k + most - 1) / most, block = (units.k / 2 + blocks - 1) / blocks * 2;
   for (size_t k = 0; k < units.k; k += block) {
     const size_t n = std::min(block, units.k - k);
     panel(a + k * 2, a_row, int(rows), b, vecs * 64, vecs, int(n / 2), sums, UNIT, k > 0, fetch ? b + n * vecs * 32 : nullptr);
