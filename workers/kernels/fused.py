@@ -16,7 +16,10 @@ from workers.kernels.arguments import check_batch, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.interface import PackedLinear, StepLayer, StepModel
 from workers.kernels.library import Library
+from workers.kernels.memory import huge_bytes
 from workers.kernels.packed import NativeLinear, PackedWeights
+
+MAX_KEPT_ROWS = 128  # of logits; more, as scores of a prompt need, are allocated anew
 
 
 class LayerWeights(ctypes.Structure):
@@ -94,6 +97,7 @@ class NativeStep:
             final_norm=_norm(model.final_norm),
             head=_native(model.head).weights(),
         )
+        self._logits = torch.empty((0, self._vocab), dtype=torch.float32)
         self._scratch: int = library.step_scratch()
         # Not at exit: a thread that ends with the process may still be inside a step.
         weakref.finalize(self, library.free_step_scratch, self._scratch).atexit = False
@@ -111,7 +115,7 @@ class NativeStep:
         check_batch(batch, residual.shape[0])
         check_turn(cos, sin, residual.shape[0], self._shape.d)
         num_logits = batch.logit_rows.shape[0]
-        logits = torch.empty((num_logits, self._vocab), dtype=torch.float32)
+        logits = self._space_for(num_logits)
         half = 0
         if cos is not None and sin is not None:
             cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[-1]
@@ -142,6 +146,15 @@ class NativeStep:
             ctypes.addressof(self._shape), ctypes.addressof(inputs), self._scratch, torch.get_num_threads()
         )
         return logits
+
+    def _space_for(self, num_logits: int) -> torch.Tensor:
+        """Rows for logits, mostly those of the step before: new memory costs a page fault every 4 KiB."""
+        if num_logits > MAX_KEPT_ROWS:
+            return torch.empty((num_logits, self._vocab), dtype=torch.float32)
+        if num_logits > self._logits.shape[0]:
+            space = huge_bytes(num_logits * self._vocab * self._logits.itemsize)
+            self._logits = space.view(torch.float32).view(num_logits, self._vocab)
+        return self._logits[:num_logits]
 
 
 def can_fuse(library: Library, model: StepModel, dtype: torch.dtype) -> bool:

@@ -65,7 +65,10 @@ class FusedStep(Protocol):
         batch: StepBatch,
         kv: torch.Tensor,
     ) -> torch.Tensor:
-        """residual (T, hidden): embedded rows, overwritten; kv: the pool. Logits (R, vocab) float32."""
+        """residual (T, hidden): embedded rows, overwritten; kv: the pool.
+
+        Logits (R, vocab) float32, valid until the next call.
+        """
         ...
 
 

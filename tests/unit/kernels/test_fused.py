@@ -133,8 +133,23 @@ def test_two_threads_give_the_bits_of_one() -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
-        found.append((step(residual.clone(), angles.cos(), angles.sin(), batch, kv), kv))
+        found.append((step(residual.clone(), angles.cos(), angles.sin(), batch, kv).clone(), kv))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@needs_fused_step
+@pytest.mark.parametrize("rows", [[5, 1], [7], list(range(8)), list(range(8)) * 20])
+def test_logits_of_one_step_after_another(rows: list[int]) -> None:
+    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    step = kernels.fuse(make_model(kernels, torch.bfloat16, bias=True, head_norm=True))
+    assert step is not None
+    residual = torch.randn(8, HIDDEN).bfloat16()
+    kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    everything = make_batch([(0, 8)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=list(range(8)))
+    some = make_batch([(0, 8)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=rows)
+    wanted = step(residual.clone(), None, None, everything, kv).clone()
+    assert torch.equal(step(residual.clone(), None, None, some, kv), wanted[rows])
+    assert torch.equal(step(residual.clone(), None, None, everything, kv), wanted)
 
 
 @needs_fused_step
@@ -148,7 +163,7 @@ def test_two_models_step_at_the_same_time() -> None:
     def steps(step: FusedStep) -> list[torch.Tensor]:
         torch.set_num_threads(2)
         own_kv = kv.clone()
-        return [step(residual.clone(), None, None, batch, own_kv) for _ in range(30)]
+        return [step(residual.clone(), None, None, batch, own_kv).clone() for _ in range(30)]
 
     fused = [kernels.fuse(model), kernels.fuse(model)]
     with ThreadPoolExecutor(2) as pool:
