@@ -54,8 +54,8 @@ class Decoder:
     def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor | None:
         """Computes the rows of a step, writes their keys and values, returns logits (R, vocabulary) float32.
 
-        kv: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim). Logits come on rank 0 only and
-        are valid until the next call.
+        kv: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim). Logits come on rank 0 only
+        and are valid until the next call.
         """
         weights, rows = self._weights, batch.logit_rows
         residual = weights.embedding(batch.token_ids)  # (T, hidden)
