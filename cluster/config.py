@@ -58,7 +58,10 @@ _RANGES: dict[str, _Range] = {
     "pools.*.parallel.step_timeout_s": _POSITIVE,
     "pools.*.parallel.threads_per_rank": _Range(least=1),
 }
-_CHOICES: dict[str, tuple[str, ...]] = {"model.dtype": ("auto", "bfloat16", "float32")}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("auto", "bfloat16", "float32"),
+    "model.quantization": ("none", "int8", "int4"),
+}
 # Keys that look right but are written elsewhere, or that Tandem fills in.
 _ELSEWHERE = {
     "pools.*.parallel.tensor_parallel": "it is pools.{}.tensor_parallel",

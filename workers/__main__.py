@@ -28,7 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 1 with a sentence on stderr."""
     options = _parser().parse_args(arguments)
     config = GroupConfig(
-        model=ModelConfig(path=options.model, dtype=options.dtype, max_model_len=options.max_model_len),
+        model=ModelConfig(
+            path=options.model,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            max_model_len=options.max_model_len,
+        ),
         schedule=ScheduleConfig(max_step_tokens=options.max_step_tokens),
         parallel=ParallelConfig(
             tensor_parallel=options.tp, threads_per_rank=options.threads, device=options.device
@@ -56,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("model", help="model folder in Hugging Face layout")
         sub.add_argument("--tp", type=int, default=1, help="ranks that share the model")
         sub.add_argument("--dtype", default="auto", help="auto (bfloat16), bfloat16 or float32")
+        sub.add_argument("--quantization", default="none", help="of linear weights: none, int8 or int4")
         sub.add_argument("--device", default="auto", help="auto, cpu or cuda")
         sub.add_argument("--threads", type=int, help="CPU threads per rank; default: cores / ranks")
         sub.add_argument("--max-model-len", type=int, help="longest context in tokens")

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.models.paging import PagedModel
+from workers.kernels import Quantization
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import load_decoder
 from workers.model.parallel import TensorParallel
@@ -18,10 +19,12 @@ def paged_model(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     parallel: TensorParallel | None = None,
+    quantization: Quantization = Quantization.NONE,
 ) -> PagedModel:
     """Opens a checkpoint as a server does and puts its decoder over a pool of 256 blocks."""
     checkpoint = Checkpoint(folder)
-    decoder = load_decoder(checkpoint, dtype, torch.device("cpu"), parallel or TensorParallel())
+    parallel = parallel or TensorParallel()
+    decoder = load_decoder(checkpoint, dtype, torch.device("cpu"), parallel, quantization=quantization)
     return PagedModel(decoder, block_size=block_size, dtype=dtype)
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from tests.models.loading import paged_model
 from tests.models.paging import PagedModel
+from workers.kernels import Quantization
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.parallel import TensorParallel
 
@@ -37,7 +38,12 @@ def main(job_file: Path, rank: int) -> None:
     for number, work in enumerate(job["works"]):
         dtype = getattr(torch, work["dtype"])
         try:
-            model = paged_model(Path(work["folder"]), dtype=dtype, parallel=TensorParallel(rank, job["size"]))
+            model = paged_model(
+                Path(work["folder"]),
+                dtype=dtype,
+                parallel=TensorParallel(rank, job["size"]),
+                quantization=Quantization(work["quantization"]),
+            )
         except (TensorParallelError, CheckpointError) as error:
             results.append({"error": str(error)})
             continue

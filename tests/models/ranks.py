@@ -25,6 +25,7 @@ class Work:
     num_tokens: int = 0
     chunk: int | None = None
     dtype: str = "float32"
+    quantization: str = "none"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from workers.kernels.compiler import KernelsUnavailable
 from workers.kernels.draw import Draw
 from workers.kernels.interface import FusedStep, Kernels, PackedLinear, StepLayer, StepModel
 from workers.kernels.library import Library
+from workers.kernels.quantized import Quantization
 from workers.kernels.reference import TorchKernels
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "KernelsUnavailable",
     "Library",
     "PackedLinear",
+    "Quantization",
     "SharedCollective",
     "StepBatch",
     "StepLayer",

@@ -17,6 +17,7 @@ import torch
 
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw
+from workers.kernels.quantized import Quantization
 
 
 class PackedLinear(Protocol):
@@ -151,11 +152,17 @@ class Kernels(Protocol):
         ...
 
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        quantization: Quantization = Quantization.NONE,
     ) -> PackedLinear:
         """Lays weight (out, in) out for this device, once. The result keeps its own copy where it needs one.
 
         out_dtype: of the result; None: the dtype of the weight. float32 saves the head a conversion.
+        quantization: the result is a product with `quantize(weight, quantization).values()`. Raises
+        ValueError where the weight does not fit that form.
         """
         ...
 

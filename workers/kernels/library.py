@@ -37,6 +37,7 @@ LINEAR_SIGNATURES: dict[str, list[type]] = {
     "tandem_step": [POINTER, POINTER, POINTER, FLAG],
     "tandem_free_step_scratch": [POINTER],
     "tandem_linear": [POINTER, POINTER, SIZE, SIZE, POINTER, FLAG, FLAG],
+    "tandem_pack_quantized": [FLAG, POINTER, POINTER, POINTER, SIZE, SIZE, POINTER, FLAG],
 }
 
 
@@ -81,6 +82,10 @@ class Library:
         if self.has_linear:
             self.pack = loaded.tandem_pack
             self.linear = loaded.tandem_linear
+            self.pack_quantized = loaded.tandem_pack_quantized
+            loaded.tandem_quantized_bytes.argtypes = [FLAG, SIZE, SIZE]
+            loaded.tandem_quantized_bytes.restype = SIZE
+            self.quantized_bytes = loaded.tandem_quantized_bytes
             self.step = loaded.tandem_step
             loaded.tandem_step_scratch.argtypes, loaded.tandem_step_scratch.restype = [], POINTER
             self.step_scratch = loaded.tandem_step_scratch

@@ -16,7 +16,9 @@ from workers.kernels.interface import FusedStep, PackedLinear, StepModel
 from workers.kernels.library import Library
 from workers.kernels.memory import HugeMemory
 from workers.kernels.packed import can_pack, dense_rows, pack
-from workers.kernels.reference import TorchKernels, TorchLinear
+from workers.kernels.packed_quantized import can_pack_quantized, pack_quantized
+from workers.kernels.quantized import Quantization, quantize
+from workers.kernels.reference import TorchKernels
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C entry points number them
 
@@ -207,12 +209,20 @@ class CpuKernels:
         return list(ids)
 
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        quantization: Quantization = Quantization.NONE,
     ) -> PackedLinear:
         out_dtype = out_dtype or weight.dtype
-        if out_dtype in DTYPES and can_pack(self._library, weight):
+        is_plain = quantization is Quantization.NONE
+        can = can_pack if is_plain else can_pack_quantized
+        if out_dtype not in DTYPES or not can(self._library, weight):
+            return self._torch.pack_linear(weight, bias, out_dtype, quantization)
+        if is_plain:
             return pack(self._library, self._memory, weight, bias, out_dtype)
-        return TorchLinear(weight, bias, out_dtype)
+        return pack_quantized(self._library, self._memory, quantize(weight, quantization), bias, out_dtype)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return NativeStep(self._library, model) if can_fuse(self._library, model, self._dtype) else None

@@ -17,6 +17,8 @@ class WeightFormat(IntEnum):
     """As in cpu/linear.h."""
 
     BF16_PAIRS = 0  # columns in pairs of inputs, for vdpbf16ps
+    INT8 = 1  # columns in fours of inputs, for vpdpbusd; see workers.kernels.quantized
+    INT4 = 2
 
 
 class PackedWeights(ctypes.Structure):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw, draw_ids
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
+from workers.kernels.quantized import Quantization, quantize
 
 MAX_SCORES = 1 << 26  # elements of one padded score tensor; more sequences are taken in turn
 
@@ -110,9 +111,16 @@ class TorchKernels:
         return ids
 
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        quantization: Quantization = Quantization.NONE,
     ) -> PackedLinear:
-        return TorchLinear(weight, bias, out_dtype or weight.dtype)
+        out_dtype = out_dtype or weight.dtype
+        if quantization is not Quantization.NONE:
+            weight = quantize(weight, quantization).values().to(weight.dtype)
+        return TorchLinear(weight, bias, out_dtype)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from workers.kernels import Kernels, StepBatch, kernels_for
+from workers.kernels import Kernels, Quantization, StepBatch, kernels_for
 from workers.model.architecture import Activation, ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.fused import fuse
@@ -25,14 +25,16 @@ def load_decoder(
     device: torch.device,
     tp: TensorParallel,
     kernels: Kernels | None = None,
+    quantization: Quantization = Quantization.NONE,
 ) -> Decoder:
     """Reads this rank's part of the weights and lays it out for `device`. `kernels`: None for the fastest.
 
+    quantization: of the weights of all linear layers and of the head; embeddings and norms stay as they are.
     Raises TensorParallelError when the model cannot be split that way, CheckpointError for weights that are
-    not finite.
+    not finite or not in the range of `quantization`.
     """
     chosen = kernels_for(device, dtype) if kernels is None else kernels
-    weights = load_weights(checkpoint, dtype, device, tp, chosen)
+    weights = load_weights(checkpoint, dtype, device, tp, chosen, quantization)
     return Decoder(checkpoint.spec, weights, chosen, tp)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels import Kernels, PackedLinear
+from workers.kernels import Kernels, PackedLinear, Quantization
 from workers.model.checkpoint import Checkpoint
+from workers.model.errors import CheckpointError
 from workers.model.layers import DecoderWeights, Layer, Norm
 from workers.model.parallel import (
     RowParallelLinear,
@@ -24,11 +25,12 @@ def load_weights(
     device: torch.device,
     parallel: TensorParallel,
     kernels: Kernels,
+    quantization: Quantization,
 ) -> DecoderWeights:
     """Reads and packs the weights of one rank. Errors as in `workers.model.decoder.load_decoder`."""
     check_tensor_parallel(checkpoint.spec, parallel.size)
     with WeightReader(checkpoint, dtype, device) as reader:
-        return _Loader(checkpoint, reader, kernels, parallel).load(device)
+        return _Loader(checkpoint, reader, kernels, parallel, quantization).load(device)
 
 
 class _Loader:
@@ -40,6 +42,7 @@ class _Loader:
         reader: WeightReader,
         kernels: Kernels,
         parallel: TensorParallel,
+        quantization: Quantization,
     ) -> None:
         spec = checkpoint.spec
         self._checkpoint = checkpoint
@@ -47,6 +50,7 @@ class _Loader:
         self._reader = reader
         self._kernels = kernels
         self._parallel = parallel
+        self._quantization = quantization
         rank, size = parallel.rank, parallel.size
         self._q_span = _scaled(spec.q_heads_of_rank(rank, size), spec.head_dim)
         self._kv_span = _scaled(spec.kv_heads_of_rank(rank, size), spec.head_dim)
@@ -68,7 +72,7 @@ class _Loader:
             layers=tuple(self._layer(index) for index in range(spec.num_layers)),
             final_norm=self._norm(f"{names.prefix}{names.final_norm}"),
             head=VocabParallelHead(
-                self._kernels.pack_linear(head, None, torch.float32),
+                self._pack(checkpoint.head_name, head, None, torch.float32),
                 tuple(len(spec.vocab_of_rank(rank, size)) for rank in range(size)),
                 self._parallel,
             ),
@@ -123,14 +127,25 @@ class _Loader:
         bias = None
         if has_bias:
             bias = torch.cat([self._vector(f"{name}.bias", spans) for name, spans in parts])
-        return self._kernels.pack_linear(weight, bias)
+        return self._pack(" and ".join(name for name, _ in parts), weight, bias)
 
     def _row_parallel(self, name: str, inputs: range, has_bias: bool) -> RowParallelLinear:
         """Some inputs of a matrix. Rank 0 brings the bias, so that the sum over ranks has it once."""
         bias = self._vector(f"{name}.bias") if has_bias and self._parallel.rank == 0 else None
-        return RowParallelLinear(
-            self._kernels.pack_linear(self._matrix(name, inputs=inputs), bias), self._parallel
-        )
+        return RowParallelLinear(self._pack(name, self._matrix(name, inputs=inputs), bias), self._parallel)
+
+    def _pack(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
+        """The layer of one weight. Quantized, its groups of inputs start where this rank's inputs start."""
+        try:
+            return self._kernels.pack_linear(weight, bias, out_dtype, self._quantization)
+        except ValueError as error:
+            raise CheckpointError(f"{self._checkpoint.folder}: {name}: {error}") from error
 
     def _norm(self, name: str) -> Norm:
         bias = self._vector(f"{name}.bias") if self._spec.norm_bias else None

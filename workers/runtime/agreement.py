@@ -9,6 +9,7 @@ import torch
 
 import workers
 from workers.engine.step import GroupFailed
+from workers.kernels import Quantization
 from workers.runtime.handshake import Facts
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -27,7 +28,13 @@ def code_digest() -> str:
 
 
 def identity_facts(
-    *, content_hash: str, dtype: torch.dtype, block_size: int, tensor_parallel: int, max_model_len: int
+    *,
+    content_hash: str,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    block_size: int,
+    tensor_parallel: int,
+    max_model_len: int,
 ) -> Facts:
     """What must be equal on all ranks, and the machine, which need not."""
     return {
@@ -35,6 +42,7 @@ def identity_facts(
         "torch": torch.__version__,
         "checkpoint": content_hash,
         "dtype": str(dtype).removeprefix("torch."),
+        "quantization": quantization.value,
         "block_size": block_size,
         "tensor_parallel": tensor_parallel,
         "max_model_len": max_model_len,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from workers.config import ParallelConfig
+from workers.kernels import Quantization
 from workers.runtime.errors import RankConfigError
 
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -32,6 +33,15 @@ def choose_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise RankConfigError(f"model.dtype {name!r}: must be one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def choose_quantization(name: str) -> Quantization:
+    """The storage of linear weights. Raises RankConfigError naming the legal ones."""
+    try:
+        return Quantization(name)
+    except ValueError:
+        legal = ", ".join(each.value for each in Quantization)
+        raise RankConfigError(f"model.quantization {name!r}: must be one of {legal}") from None
 
 
 def set_threads(config: ParallelConfig, ranks_on_machine: int) -> None:

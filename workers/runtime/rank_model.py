@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 
 from workers.config import GroupConfig
 from workers.engine.request import EngineLimits
+from workers.kernels import Quantization
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
 from workers.model.spec import check_tensor_parallel
 from workers.runtime.agreement import identity_facts
-from workers.runtime.device import choose_device, choose_dtype, set_threads
+from workers.runtime.device import choose_device, choose_dtype, choose_quantization, set_threads
 from workers.runtime.errors import RankConfigError
 from workers.runtime.handshake import Facts
 from workers.runtime.kv_pool import allocate_pool, bytes_per_block, free_bytes, num_blocks_for
@@ -42,6 +44,7 @@ class RankModel:
         self._size = config.parallel.tensor_parallel
         self.device = choose_device(config.parallel, rank)
         self._dtype = choose_dtype(config.model.dtype)
+        self._quantization = choose_quantization(config.model.quantization)
         self._checkpoint = Checkpoint(config.model.path)
         check_tensor_parallel(self._checkpoint.spec, self._size)
         self._max_model_len = self._checked_max_model_len()
@@ -51,6 +54,7 @@ class RankModel:
         return identity_facts(
             content_hash=self._checkpoint.content_hash(),
             dtype=self._dtype,
+            quantization=self._quantization,
             block_size=self._config.cache.block_size,
             tensor_parallel=self._size,
             max_model_len=self._max_model_len,
@@ -59,7 +63,9 @@ class RankModel:
     def load(self, parallel: TensorParallel, ranks_on_machine: int) -> Decoder:
         """Reads this rank's slice of the weights."""
         set_threads(self._config.parallel, ranks_on_machine)
-        return load_decoder(self._checkpoint, self._dtype, self.device, parallel)
+        return load_decoder(
+            self._checkpoint, self._dtype, self.device, parallel, quantization=self._quantization
+        )
 
     def measure_blocks(self, ranks_on_machine: int) -> int:
         """Blocks this rank can hold, now that the weights are in. Raises PoolTooSmall."""
@@ -88,7 +94,7 @@ class RankModel:
 
     def facts(self, num_blocks: int) -> RankFacts:
         return RankFacts(
-            model_hash=self._checkpoint.model_hash,
+            model_hash=self._model_hash(),
             limits=EngineLimits(
                 vocab_size=self._checkpoint.vocab_size,
                 max_model_len=self._max_model_len,
@@ -112,6 +118,13 @@ class RankModel:
                 f"model.max_model_len {wanted}: {self._checkpoint.folder} allows 1 to {longest}"
             )
         return wanted
+
+    def _model_hash(self) -> str:
+        """The checkpoint's, and another for each form of quantized weights: their keys and values differ."""
+        of_checkpoint = self._checkpoint.model_hash
+        if self._quantization is Quantization.NONE:
+            return of_checkpoint
+        return sha256(f"{of_checkpoint} {self._quantization.value}".encode()).hexdigest()
 
     def _num_kv_heads(self, rank: int) -> int:
         return len(self._checkpoint.spec.kv_heads_of_rank(rank, self._size))

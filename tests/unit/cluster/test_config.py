@@ -75,6 +75,7 @@ def test_unknown_keys_at_every_level_get_a_suggestion(tree: Any, path: str, hint
         (pool(cache={"memory_fraction": 0}), "pools.unified.cache.memory_fraction", "0.0"),
         (pool(cache={"memory_fraction": 1.5}), "pools.unified.cache.memory_fraction", "1.5"),
         ({"model": {"dtype": "fp4"}}, "model.dtype", "'fp4'"),
+        ({"model": {"quantization": "int3"}}, "model.quantization", "'int3'"),
         ({"model": {"path": 3}}, "model.path", "3"),
         ({"router": {"policy": "prefx"}}, "router.policy", "'prefx'"),
         ({"pools": []}, "pools", "[]"),

@@ -135,5 +135,5 @@ def test_a_problem_reads_file_line_key_problem_got_allowed_hint(tmp_path: Path) 
     [problem] = check(tmp_path, GOOD.replace("args: {}", "args: {model: {path: x, nam: z}}"))
     assert problem.render() == (
         f"{tmp_path}/deploy.yaml:5:applications[0].args.model.nam: unknown key; got 'nam'; "
-        "allowed: dtype, max_model_len, name, path; did you mean name?"
+        "allowed: dtype, max_model_len, name, path, quantization; did you mean name?"
     )

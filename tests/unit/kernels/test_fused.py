@@ -10,7 +10,16 @@ import torch
 
 from tests.unit.kernels.batches import make_batch
 from tests.unit.kernels.builds import HAS_AVX512_BF16, MARCHES, build
-from workers.kernels import FusedStep, Kernels, PackedLinear, StepBatch, StepLayer, StepModel, kernels_for
+from workers.kernels import (
+    FusedStep,
+    Kernels,
+    PackedLinear,
+    Quantization,
+    StepBatch,
+    StepLayer,
+    StepModel,
+    kernels_for,
+)
 from workers.kernels.native import CpuKernels
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS = 96, 6, 2, 24, 200, 300, 3
@@ -27,13 +36,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_model(kernels: Kernels, dtype: torch.dtype, *, bias: bool, head_norm: bool) -> StepModel:
+def make_model(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    *,
+    bias: bool,
+    head_norm: bool,
+    quantization: Quantization = Quantization.NONE,
+) -> StepModel:
     def vector(n: int) -> torch.Tensor:
         return torch.randn(n).to(dtype)
 
     def linear(out_features: int, in_features: int, out_dtype: torch.dtype | None = None) -> PackedLinear:
         weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
-        return kernels.pack_linear(weight, vector(out_features) if bias else None, out_dtype)
+        return kernels.pack_linear(weight, vector(out_features) if bias else None, out_dtype, quantization)
 
     layers = tuple(
         StepLayer(
@@ -123,9 +139,40 @@ def test_equal_bits(
 
 
 @needs_fused_step
-def test_two_threads_give_the_bits_of_one() -> None:
+@pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4], ids=str)
+@pytest.mark.parametrize(
+    ("mix", "logit_rows"),
+    [
+        ([(0, 1)], [0]),
+        ([(70, 1), (3, 1), (64, 1)], [0, 1, 2]),
+        ([(0, 120), (9, 1)], [119, 120]),
+        ([(8, 9)], []),
+    ],
+)
+def test_equal_bits_quantized(
+    mix: list[tuple[int, int]], logit_rows: list[int], quantization: Quantization
+) -> None:
     kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
-    step = kernels.fuse(make_model(kernels, torch.bfloat16, bias=True, head_norm=True))
+    model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, quantization=quantization)
+    step = kernels.fuse(model)
+    assert step is not None
+    batch = make_batch(mix, BLOCK_SIZE, NUM_BLOCKS, logit_rows=logit_rows)
+    tokens = batch.positions.shape[0]
+    residual, angles = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, 12) * 6
+    turn = (angles.cos(), angles.sin())
+    kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    kv_fused = kv.clone()
+    wanted = one_by_one(kernels, model, residual.clone(), turn, batch, kv)
+    assert torch.equal(step(residual.clone(), *turn, batch, kv_fused), wanted)
+    assert torch.equal(kv_fused, kv)
+
+
+@needs_fused_step
+@pytest.mark.parametrize("quantization", Quantization, ids=str)
+def test_two_threads_give_the_bits_of_one(quantization: Quantization) -> None:
+    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, quantization=quantization)
+    step = kernels.fuse(model)
     assert step is not None
     batch = make_batch([(0, 120), (9, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[119, 120])
     residual, angles = torch.randn(121, HIDDEN).bfloat16(), torch.rand(121, 12)

@@ -148,9 +148,33 @@ void tandem_pack(const bf16* weight, long n, long k, char* packed, int threads) 
 }
 // out (rows, columns) = x (rows, k; x_stride elements apart) * weights + bias; out_float: float instead of bf16.
 void tandem_linear(const PackedWeights* weights, const bf16* x, long x_stride, long rows, void* out, int out_float, int threads) {
+  LinearRows input{(const char*)x, size_t(x_stride) * 2};
+  if (is_quantized(*weights)) {
+    const size_t bytes = input_bytes(*weights);
+    char* prepared = row_scratch<char>(rows * long(bytes));
+    for_rows(rows, 8 * weights->k, threads, [&](long r) { prepare_row(*weights, x + r * x_stride, prepared + size_t(r) * bytes); });
+    input = {prepared, bytes};
+  }
   for_tasks(linear_tasks(*weights, rows), threads, [] { return 0; }, [&](long i, int) {
-    if (out_float) linear_task(*weights, x, x_stride, rows, i, (float*)out);
-    else linear_task(*weights, x, x_stride, rows, i, (bf16*)out);
+    if (out_float) linear_task(*weights, input, rows, i, (float*)out);
+    else linear_task(*weights, input, rows, i, (bf16*)out);
+  });
+}
+// Bytes of a packed (n, k) matrix of a quantized format.
+long tandem_quantized_bytes(int format, long n, long k) {
+  const Units units{size_t(n), size_t(k)};
+  return long(units.first(units.count()) * quantized_column_bytes(format, RowShape{size_t(k)}));
+}
+// codes (n, k): int8, or uint8 for INT4. scales (n,) float; for INT4 scales and minima (n, groups of k) as halves.
+void tandem_pack_quantized(int format, const void* codes, const void* scales, const void* minima, long n, long k, char* packed, int threads) {
+  const Units units{size_t(n), size_t(k)};
+  const RowShape shape{size_t(k)};
+  for_rows(long(units.count()), UNIT * k, threads, [&](long u) {
+    const size_t first = units.first(size_t(u));
+    char* unit = packed + first * quantized_column_bytes(format, shape);
+    if (format == INT4)
+      Int4::pack((const uint8_t*)codes, (const uint16_t*)scales, (const uint16_t*)minima, units.columns, first, shape, units.vecs(size_t(u)), unit);
+    else Int8::pack((const int8_t*)codes, (const float*)scales, units.columns, first, shape, units.vecs(size_t(u)), unit);
   });
 }
 StepScratch* tandem_step_scratch() { return new StepScratch; }

@@ -1,9 +1,10 @@
 // A linear layer over packed weights, whatever their format: the one place that knows the formats.
 #pragma once
 #ifdef __AVX512BF16__
-#include "gemm.h"
+#include "gemm_int4.h"
+#include "gemm_int8.h"
 
-enum WeightFormat : long { BF16_PAIRS = 0 };
+enum WeightFormat : long { BF16_PAIRS = 0, INT8 = 1, INT4 = 2 };
 
 // Mirrored by workers/kernels/packed.py.
 struct PackedWeights {
@@ -13,17 +14,40 @@ struct PackedWeights {
   long columns, k;
 };
 
+// Rows of an input in the form that the products of a format take, `stride` bytes apart.
+struct LinearRows {
+  const char* first;
+  size_t stride;
+};
+// Quantized weights want rows made by prepare_row; others take bf16 rows as they are.
+inline bool is_quantized(const PackedWeights& w) { return w.format != BF16_PAIRS; }
+inline size_t input_bytes(const PackedWeights& w) { return is_quantized(w) ? RowShape{size_t(w.k)}.bytes() : size_t(w.k) * 2; }
+inline void prepare_row(const PackedWeights& w, const bf16* x, char* row) { quantize_row(x, RowShape{size_t(w.k)}, row); }
+
+inline size_t quantized_column_bytes(long format, const RowShape& shape) {
+  return format == INT4 ? Int4::column_bytes(shape) : Int8::column_bytes(shape);
+}
+
 // A product of `rows` rows is cut into this many tasks, which may run in any order on any thread.
 inline long linear_tasks(const PackedWeights& w, long rows) {
   return long(Units{size_t(w.columns), size_t(w.k)}.count()) * ((rows + CHUNK_ROWS - 1) / CHUNK_ROWS);
 }
-// One task of out (rows, columns) = x (rows, k; x_stride elements apart) * weights + bias.
-template <class Out> void linear_task(const PackedWeights& w, const bf16* x, long x_stride, long rows, long task, Out* out) {
+// One task of out (rows, columns) = x (rows, k) * weights + bias.
+template <class Out> void linear_task(const PackedWeights& w, const LinearRows& x, long rows, long task, Out* out) {
   const Units units{size_t(w.columns), size_t(w.k)};
   const long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, row0 = task % chunks * CHUNK_ROWS;
-  unit_rows((const char*)(x + row0 * x_stride), size_t(x_stride) * 2, size_t(std::min<long>(CHUNK_ROWS, rows - row0)), w.data, units,
-            size_t(task / chunks), task % chunks == chunks - 1, [&](size_t r, size_t column, int vecs, const float* sums) {
-              finish_row(sums, column, vecs, units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
-            });
+  const size_t u = size_t(task / chunks), count = size_t(std::min<long>(CHUNK_ROWS, rows - row0));
+  const char* first = x.first + size_t(row0) * x.stride;
+  const bool fetch = task % chunks == chunks - 1;
+  const auto finish = [&](size_t r, size_t column, int vecs, const float* sums) {
+    finish_row(sums, column, vecs, units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
+  };
+  if (!is_quantized(w)) return unit_rows(first, x.stride, count, w.data, units, u, fetch, finish);
+  alignas(64) float sums[CHUNK_ROWS * UNIT];
+  const RowShape shape{size_t(w.k)};
+  const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, shape);
+  if (w.format == INT4) quantized_unit<Int4>(first, count, shape, unit, units.vecs(u), fetch, sums);
+  else quantized_unit<Int8>(first, count, shape, unit, units.vecs(u), fetch, sums);
+  for (size_t r = 0; r < count; r++) finish(r, units.first(u), units.vecs(u), sums + r * UNIT);
 }
 #endif

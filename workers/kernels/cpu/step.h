@@ -50,6 +50,7 @@ struct StepInput {
 // Buffers that live as long as the model; they grow to the largest step.
 struct StepScratch {
   std::vector<bf16> normed, qkv, attended, wide, mixed, kept;
+  std::vector<char> prepared;  // rows for quantized weights, of one linear at a time
   std::unique_ptr<std::atomic<long>[]> counters;
   long num_counters = 0;
   void fit(const Model& m, long tokens, long team) {
@@ -58,6 +59,10 @@ struct StepScratch {
     grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d);
     grow(attended, tokens * m.heads * m.d);
     grow(wide, tokens * 3 * m.inner);
+    size_t row_bytes = 0;
+    for (const PackedWeights& w : {m.layers[0].qkv, m.layers[0].output, m.layers[0].up, m.layers[0].down, m.head})
+      if (is_quantized(w)) row_bytes = std::max(row_bytes, input_bytes(w));
+    if (prepared.size() < size_t(tokens) * row_bytes) prepared.resize(size_t(tokens) * row_bytes);
     const long wanted = (m.num_layers + 1) * 5 * team;
     if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
     for (long i = 0; i < num_counters; i++) counters[i].store(0, std::memory_order_relaxed);
@@ -107,6 +112,7 @@ class StepWalk {
   const std::vector<AttentionTask>& tasks;
   Barrier& together;
   std::vector<float> row;
+  std::vector<char> own;  // rows prepared for quantized weights
   AttentionScratch attention;
   const long thread, team;
   long rows;
@@ -127,7 +133,19 @@ class StepWalk {
     together.wait();
   }
   template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) {
-    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, x, w.k, rows, i, out); });
+    const LinearRows input{is_quantized(w) ? prepared(w, x) : (const char*)x, input_bytes(w)};
+    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, out); });
+  }
+  // Few rows are prepared by every thread for itself, which takes less time than to wait for another.
+  const char* prepared(const PackedWeights& w, const bf16* x) {
+    const size_t bytes = input_bytes(w);
+    if (rows <= team) {
+      if (own.size() < size_t(rows) * bytes) own.resize(size_t(rows) * bytes);
+      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, own.data() + size_t(r) * bytes);
+      return own.data();
+    }
+    each_row([&](long r) { prepare_row(w, x + r * w.k, s.prepared.data() + size_t(r) * bytes); });
+    return s.prepared.data();
   }
   void norm(const bf16* x, const bf16* weight, long r) {
     rms_norm_row(x, weight, float(m.eps), s.normed.data() + r * m.hidden, m.hidden, row.data());

@@ -1,0 +1,160 @@
+"""Every family with weights of 8 and 4 bits, against transformers with the same values in its matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import checkpoints
+from tests.models.engine_groups import Client, group_config
+from tests.models.loading import logits_of, paged_model
+from tests.models.oracle import Oracle
+from tests.models.ranks import Found, Work, run_ranks
+from workers.config import ModelConfig
+from workers.kernels import Quantization
+from workers.kernels.quantized import quantize
+from workers.model.architecture import share
+from workers.model.checkpoint import Checkpoint
+from workers.model.errors import CheckpointError
+from workers.runtime.errors import RankConfigError
+from workers.runtime.launch import LocalGroup
+from workers.runtime.rank_model import RankModel
+
+EVERY_FAMILY = [entry.name for entry in checkpoints.FAMILIES]
+FORMS = [Quantization.INT8, Quantization.INT4]
+TEXT = checkpoints.prompt_ids(50)
+Folders = Callable[[str], Path]
+
+# Matrices whose inputs are split over the ranks, each rank quantizing its own part.
+ROW_PARALLEL = ("o_proj", "down_proj", "attn.c_proj", "mlp.c_proj")
+
+
+@torch.no_grad()
+def quantized_oracle(folder: Path, form: Quantization, dtype: torch.dtype, ranks: int = 1) -> Oracle:
+    """transformers in float32 with the values that our linear layers compute with."""
+    oracle, spec = Oracle(folder), Checkpoint(folder).spec
+    model = oracle.model
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.clone())  # no longer the embedding's, where it was tied
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind not in ("Linear", "Conv1D"):
+            continue
+        weight = module.weight.T if kind == "Conv1D" else module.weight  # (out, in)
+        parts = [weight]
+        if name.endswith(ROW_PARALLEL):
+            is_attention = "attn" in name
+            spans = [
+                spec.q_heads_of_rank(rank, ranks) if is_attention else spec.intermediate_of_rank(rank, ranks)
+                for rank in range(ranks)
+            ]
+            sizes = [len(span) * (spec.head_dim if is_attention else 1) for span in spans]
+            parts = list(weight.split(sizes, dim=1))
+        elif module is head:
+            parts = list(weight.split([len(share(spec.vocab_size, rank, ranks)) for rank in range(ranks)]))
+        values = torch.cat(
+            [quantize(part.to(dtype), form).values() for part in parts], dim=0 if module is head else 1
+        )
+        module.weight.copy_(values.T if kind == "Conv1D" else values)
+    return oracle
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_float32_equals_transformers_with_the_same_values(
+    name: str, form: Quantization, family_folder: Folders
+) -> None:
+    folder = family_folder(name)
+    model = paged_model(folder, quantization=form)
+    wanted = quantized_oracle(folder, form, torch.float32).logits(TEXT)
+    torch.testing.assert_close(logits_of(model, TEXT, chunk=7), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_bfloat16_stays_close_however_chunked(name: str, form: Quantization, family_folder: Folders) -> None:
+    """As close as unquantized bfloat16 stays to float32: 8 bits of mantissa, logits of spread 1."""
+    folder = family_folder(name)
+    model = paged_model(folder, dtype=torch.bfloat16, quantization=form)
+    found = logits_of(model, TEXT)
+    error = (found - quantized_oracle(folder, form, torch.bfloat16).logits(TEXT)).abs()
+    assert float(error.mean()) < 0.02 and float(error.max()) < 0.25
+    for chunk in (1, 7):
+        assert torch.equal(logits_of(model, TEXT, chunk=chunk), found)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    family_folder: Folders, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, Quantization, str], Found]:
+    keys = [
+        *((name, form, "float32") for name in EVERY_FAMILY for form in FORMS),
+        *(("llama", form, "bfloat16") for form in FORMS),
+    ]
+    works = [
+        Work(folder=str(family_folder(name)), texts=[TEXT], chunk=16, dtype=dtype, quantization=form.value)
+        for name, form, dtype in keys
+    ]
+    return dict(zip(keys, run_ranks(tmp_path_factory.mktemp("two"), 2, works), strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_two_ranks_equal_transformers_with_the_values_of_their_parts(
+    name: str,
+    form: Quantization,
+    family_folder: Folders,
+    two_ranks: dict[tuple[str, Quantization, str], Found],
+) -> None:
+    wanted = quantized_oracle(family_folder(name), form, torch.float32, ranks=2).logits(TEXT)
+    found = two_ranks[name, form, "float32"].logits[0]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_two_ranks_in_bfloat16(
+    form: Quantization, family_folder: Folders, two_ranks: dict[tuple[str, Quantization, str], Found]
+) -> None:
+    wanted = quantized_oracle(family_folder("llama"), form, torch.bfloat16, ranks=2).logits(TEXT)
+    error = (two_ranks["llama", form, "bfloat16"].logits[0] - wanted).abs()
+    assert float(error.mean()) < 0.02 and float(error.max()) < 0.25
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_engine_says_what_the_decoder_says(form: Quantization, family_folder: Folders) -> None:
+    folder, prompts = family_folder("llama"), checkpoints.graded_prompts()
+    config = group_config(folder, 1)
+    config = replace(config, model=ModelConfig(path=str(folder), dtype="bfloat16", quantization=form.value))
+    model = paged_model(folder, dtype=torch.bfloat16, quantization=form)
+    wanted = [model.greedy([prompt], 20)[0] for prompt in prompts]
+    with LocalGroup(config) as group:
+        client = Client(group.facts, group.executor)
+        assert [answer.token_ids for answer in client.generate(prompts, together=False)] == wanted
+        assert [answer.token_ids for answer in client.generate(prompts)] == wanted
+
+
+def test_each_form_has_a_hash_of_its_own_and_ranks_compare_it(family_folder: Folders) -> None:
+    def model(quantization: str) -> RankModel:
+        config = group_config(family_folder("llama"), 1)
+        return RankModel(replace(config, model=replace(config.model, quantization=quantization)), 0)
+
+    models = [model(name) for name in ("none", "int8", "int4")]
+    hashes = [each.facts(16).model_hash for each in models]
+    assert hashes[0] == Checkpoint(family_folder("llama")).model_hash and len(set(hashes)) == 3
+    assert [each.identity()["quantization"] for each in models] == ["none", "int8", "int4"]
+    with pytest.raises(RankConfigError, match=r"model\.quantization 'int2': must be one of none, int8, int4"):
+        model("int2")
+
+
+def test_weights_out_of_range_are_named(tmp_path: Path) -> None:
+    oracle = Oracle(checkpoints.build(tmp_path / "m", checkpoints.family("llama")))
+    with torch.no_grad():
+        oracle.model.model.layers[1].mlp.down_proj.weight[3, 5] = -1e6
+    folder = checkpoints.save(tmp_path / "large", oracle.model)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj: weights from -1e\+06 .* use int8"):
+        paged_model(folder, quantization=Quantization.INT4)
+    assert bool(logits_of(paged_model(folder, quantization=Quantization.INT8), TEXT).isfinite().all())

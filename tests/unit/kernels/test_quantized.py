@@ -1,0 +1,160 @@
+"""Weights of 8 and 4 bits: their values, and the C++ products with them against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.kernels.builds import HAS_AVX512_BF16, MARCHES, build
+from workers.kernels import PackedLinear, Quantization, TorchKernels, kernels_for
+from workers.kernels.native import CpuKernels
+from workers.kernels.packed import NativeLinear
+from workers.kernels.packed_quantized import FORMATS
+from workers.kernels.quantized import GROUP, quantize
+from workers.kernels.reference import TorchLinear
+
+FORMS = [Quantization.INT8, Quantization.INT4]
+SHAPES = [(16, 32), (64, 64), (1, 2), (200, 96), (65, 34), (576, 1536), (130, 250)]  # (out, in)
+CPU = torch.device("cpu")
+needs_packed = pytest.mark.skipif(not HAS_AVX512_BF16, reason="packed products need AVX512-BF16")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_weight(out_features: int, in_features: int) -> torch.Tensor:
+    """Columns of different size and mean, as trained ones have."""
+    size = torch.rand(out_features, 1) + 0.1
+    return (size * torch.randn(out_features, in_features) + 0.1 * torch.randn(out_features, 1)).bfloat16()
+
+
+def packed_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, form: Quantization
+) -> PackedLinear:
+    linear = kernels_for(CPU, torch.bfloat16).pack_linear(weight, bias, out_dtype, form)
+    assert isinstance(linear, NativeLinear) and linear.format is FORMATS[form]
+    return linear
+
+
+def test_int8_codes_are_the_nearest_of_255_steps() -> None:
+    weight = torch.tensor([[1.27, -0.634, 0.005, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    found = quantize(weight, Quantization.INT8)
+    assert found.codes.tolist() == [[127, -63, 0, 0], [0, 0, 0, 0]]
+    torch.testing.assert_close(found.values()[0], torch.tensor([1.27, -0.63, 0.0, 0.0]))
+    assert found.minima is None and found.scales.dtype == torch.float32
+
+
+def test_int4_groups_have_a_step_and_a_minimum() -> None:
+    weight = torch.cat((torch.arange(32) % 16 * 0.5 - 2, torch.full((10,), 3.0)))[None]
+    found = quantize(weight, Quantization.INT4)
+    assert found.codes.tolist() == [[*range(16), *range(16), *[0] * 10]]
+    assert found.scales.tolist() == [[0.5, 0.0]] and found.minima is not None
+    assert found.minima.tolist() == [[-2.0, 3.0]]
+    assert torch.equal(found.values(), weight)
+
+
+@pytest.mark.parametrize(("form", "steps"), [(Quantization.INT8, 254), (Quantization.INT4, 15)])
+def test_no_value_is_further_than_half_a_step(form: Quantization, steps: int) -> None:
+    weight = make_weight(50, 128)
+    error = (quantize(weight, form).values() - weight.float()).abs()
+    spread = 2 * weight.float().abs().amax(1, keepdim=True)
+    # A thousandth more: scale and minimum of INT4 have 11 bits.
+    assert bool((error <= spread / steps * 0.501 + spread / 2048).all())
+
+
+def test_a_matrix_of_gguf_q4_1_gets_its_codes_back() -> None:
+    """llama.cpp's quantize_row_q4_1: d = (max - min) / 15 as half; codes from the unrounded step."""
+    values = torch.randn(300, 18, GROUP) * 0.04 + 0.002 * torch.randn(300, 18, 1)
+    least, most = values.amin(2, keepdim=True), values.amax(2, keepdim=True)
+    step = (most - least) / 15
+    codes = ((values - least) / step + 0.5).floor().clamp(0, 15)
+    stored = (codes * step.half().float() + least.half().float()).bfloat16().flatten(1)
+    assert torch.equal(quantize(stored, Quantization.INT4).codes.float(), codes.flatten(1))
+
+
+def test_weights_beyond_half_precision_are_refused() -> None:
+    weight = torch.tensor([[-1e5, 0.0]])
+    with pytest.raises(ValueError, match=r"weights from -1e\+05 to 0 are beyond what int4 holds .* use int8"):
+        quantize(weight, Quantization.INT4)
+    assert quantize(weight, Quantization.INT8).codes.tolist() == [[-127, 0]]
+
+
+@needs_packed
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_products(form: Quantization, out_features: int, in_features: int) -> None:
+    """Against the same values in float64. Activations keep 16 bits: each is off by at most max|x| / 65024."""
+    weight, bias = make_weight(out_features, in_features), torch.randn(out_features).bfloat16()
+    values = quantize(weight, form).values().double()
+    linear = packed_linear(weight, bias, torch.float32, form)
+    rounding = packed_linear(weight, bias, torch.bfloat16, form)
+    for rows in (0, 1, 2, 3, 4, 5, 33, 100):
+        x = torch.randn(rows, in_features).bfloat16()
+        found = linear(x)
+        assert found.shape == (rows, out_features) and found.dtype == torch.float32
+        error = (found - (x.double() @ values.T + bias.double())).abs()
+        sizes = values.abs().sum(1) * x.double().abs().amax(1, keepdim=True)
+        # The second part: a float sum over the groups.
+        assert bool((error <= sizes * (1 / 65024 + in_features / GROUP * 2**-22) + 1e-6).all())
+        assert torch.equal(rounding(x), found.bfloat16())
+
+
+@needs_packed
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_row_does_not_see_its_neighbours_nor_the_threads(form: Quantization) -> None:
+    linear = packed_linear(make_weight(200, 96), None, torch.float32, form)
+    x = torch.randn(130, 96).bfloat16()
+    whole = linear(x)
+    for rows in (1, 2, 3, 4, 5, 32, 97):
+        assert torch.equal(torch.cat([linear(part) for part in x.split(rows)]), whole), rows
+    torch.set_num_threads(2)
+    assert torch.equal(linear(x), whole) and torch.equal(linear(x[:1]), whole[:1])
+
+
+@needs_packed
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_of_any_size_and_strided(form: Quantization) -> None:
+    weight = make_weight(48, 64)
+    linear, values = packed_linear(weight, None, torch.float32, form), quantize(weight, form).values()
+    x = torch.randn(6, 64)
+    for size in (1e-20, 1.0, 1e20, 1e36):
+        rows = (x * size).bfloat16()
+        torch.testing.assert_close(linear(rows) / size, rows.float() / size @ values.T, atol=2e-3, rtol=1e-4)
+    assert torch.equal(linear(torch.zeros(1, 64).bfloat16()), torch.zeros(1, 48))
+    assert torch.equal(linear(torch.full((1, 64), 1e-38).bfloat16()), torch.zeros(1, 48))
+    wide = torch.randn(5, 3, 100).bfloat16()
+    assert torch.equal(linear(wide[..., 10:74]), linear(wide[..., 10:74].contiguous()))
+
+
+@needs_packed
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_activation_is_not_hidden(form: Quantization, value: float) -> None:
+    linear = packed_linear(make_weight(48, 64), None, torch.float32, form)
+    x = torch.randn(3, 64).bfloat16()
+    wanted = linear(x)
+    x[1, 5] = value
+    found = linear(x)
+    assert not bool(found[1].isfinite().any())
+    assert torch.equal(found[[0, 2]], wanted[[0, 2]])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_without_packed_products_the_same_values_are_used(form: Quantization, dtype: torch.dtype) -> None:
+    weight, bias = make_weight(48, 70).to(dtype), torch.randn(48).to(dtype)
+    x = torch.randn(4, 70).to(dtype)
+    values = quantize(weight, form).values().to(dtype)
+    older = [CpuKernels(build(march), dtype) for march in MARCHES if march != "native"]
+    for kernels in (TorchKernels(), *older):
+        linear = kernels.pack_linear(weight, bias, torch.float32, form)
+        assert isinstance(linear, TorchLinear) and torch.equal(linear.weight, values)
+        assert torch.equal(linear(x), torch.nn.functional.linear(x, values, bias).float())

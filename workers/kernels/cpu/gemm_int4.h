@@ -1,0 +1,98 @@
+// Products of quantized rows with columns of 4-bit weights: every group of 32 inputs of a column has a scale and a
+// minimum, weight = scale * code + minimum, code 0..15 (the form of GGUF's Q4_1, five bits a weight).
+//
+// Packed columns: the units of gemm.h; in a unit, a group after the other, [4][column][4] bytes (the low halves hold
+// the codes of inputs 8 i .. 8 i + 3 of the group, the high halves of 8 i + 4 .. 8 i + 7), then half-precision scales
+// and minima of the columns.
+#pragma once
+#ifdef __AVX512BF16__
+#include "gemm.h"
+#include "quant_rows.h"
+
+struct Int4 {
+  static constexpr size_t GROUP_BYTES = GROUP / 2 + 4;  // of a column
+  static size_t column_bytes(const RowShape& shape) { return shape.groups() * GROUP_BYTES; }
+
+  // codes (N, K) in 0..15; scales and minima (N, groups) are halves. Columns from N on are zero.
+  static void pack(const uint8_t* codes, const uint16_t* scales, const uint16_t* minima, size_t columns, size_t first,
+                   const RowShape& shape, int vecs, char* unit) {
+    const size_t width = size_t(vecs) * 16;
+    memset(unit, 0, width * column_bytes(shape));
+    for (size_t j = 0; j < width && first + j < columns; j++) {
+      const uint8_t* from = codes + (first + j) * shape.k;
+      for (size_t k = 0; k < shape.k; k++) {
+        const size_t in_group = k % GROUP;
+        char& to = unit[k / GROUP * width * GROUP_BYTES + (in_group / 8 * width + j) * 4 + k % 4];
+        to = char(to | from[k] << (in_group % 8 / 4 * 4));
+      }
+      for (size_t group = 0; group < shape.groups(); group++) {
+        uint16_t* halves = (uint16_t*)(unit + group * width * GROUP_BYTES + width * GROUP / 2);
+        halves[j] = scales[(first + j) * shape.groups() + group];
+        halves[width + j] = minima[(first + j) * shape.groups() + group];
+      }
+    }
+  }
+  // As Int8::tile. A group's sum of integers is below 2^24, so exact as a float; groups add up in order.
+  template <int ROWS, int VECS, int FETCH>
+  static void tile(const char* rows, const RowShape& shape, const char* unit, int vecs, int v0, const char* ahead, float* sums) {
+    constexpr int LINES = FETCH * GROUP_BYTES / 4;  // to be fetched a group
+    const size_t row_bytes = shape.bytes(), width = size_t(vecs) * 16;
+    const __m512i four_bits = _mm512_set1_epi8(15);
+    __m512 total[ROWS][VECS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; v++) total[r][v] = _mm512_setzero_ps();
+    const char *at = unit + v0 * 64, *parts = row_parts(rows);
+    for (size_t group = 0; group < shape.groups(); group++, at += width * GROUP_BYTES, parts += 2 * GROUP, ahead += LINES * 64) {
+      for (int i = 0; i < LINES; i++) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
+      __m512i high[ROWS][VECS], low[ROWS][VECS];
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) high[r][v] = low[r][v] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        __m512i first[VECS], second[VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) {
+          const __m512i both = _mm512_loadu_si512(at + size_t(i * vecs + v) * 64);
+          first[v] = _mm512_and_si512(both, four_bits);
+          second[v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), four_bits);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+          const char* x = parts + r * row_bytes + i * 16;
+          const __m512i h0 = four_parts(x), l0 = four_parts(x + 4), h1 = four_parts(x + 8), l1 = four_parts(x + 12);
+#pragma GCC unroll 4
+          for (int v = 0; v < VECS; v++) {
+            high[r][v] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(high[r][v], first[v], h0), second[v], h1);
+            low[r][v] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(low[r][v], first[v], l0), second[v], l1);
+          }
+        }
+      }
+      const char* halves = at + width * GROUP / 2 - v0 * 32;
+      __m512 scale[VECS], minimum[VECS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; v++) {
+        scale[v] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(halves + v * 32)));
+        minimum[v] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(halves + width * 2 + v * 32)));
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        const __m512 sum = _mm512_set1_ps(group_sums(rows + r * row_bytes, shape)[group]);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) {
+          const __m512 whole = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]));
+          total[r][v] = _mm512_fmadd_ps(minimum[v], sum, _mm512_fmadd_ps(scale[v], whole, total[r][v]));
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; v++)
+        _mm512_storeu_ps(sums + r * UNIT + (v0 + v) * 16, _mm512_mul_ps(total[r][v], _mm512_set1_ps(row_head(rows + r * row_bytes).scale)));
+  }
+};
+#endif

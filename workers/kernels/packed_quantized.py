@@ -1,0 +1,39 @@
+"""Packing of quantized weights for vpdpbusd. Rows enter the products of such a layer as 16-bit integers."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.kernels.library import Library
+from workers.kernels.memory import HugeMemory
+from workers.kernels.packed import NativeLinear, WeightFormat, can_pack
+from workers.kernels.quantized import Quantization, QuantizedWeight
+
+FORMATS = {Quantization.INT8: WeightFormat.INT8, Quantization.INT4: WeightFormat.INT4}
+MAX_INPUTS = 1 << 17  # more would overflow a 32-bit sum of products
+
+
+def can_pack_quantized(library: Library, weight: torch.Tensor) -> bool:
+    """Whether this CPU and this weight (out, in) suit the packed forms."""
+    return can_pack(library, weight) and weight.shape[1] <= MAX_INPUTS
+
+
+def pack_quantized(
+    library: Library,
+    memory: HugeMemory,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> NativeLinear:
+    """Lays the codes out in `memory`; out_dtype bfloat16 or float32. They are not kept."""
+    out_features, in_features = weight.codes.shape
+    form = FORMATS[weight.quantization]
+    packed = memory.take(library.quantized_bytes(form, out_features, in_features))
+    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+    minima = None if weight.minima is None else weight.minima.contiguous()
+    library.pack_quantized(
+        *(form, codes.data_ptr(), scales.data_ptr(), None if minima is None else minima.data_ptr()),
+        *(out_features, in_features, packed.data_ptr(), torch.get_num_threads()),
+    )
+    wide_bias = None if bias is None else bias.float().contiguous()
+    return NativeLinear(library, form, packed, wide_bias, in_features, out_features, out_dtype)

@@ -1,0 +1,98 @@
+"""Weights in 8 or 4 bits: how a matrix is quantized, and what its values are then.
+
+- INT8: one float32 scale an output; code = round(weight / scale), -127..127.
+- INT4: every group of 32 inputs of an output has a scale and a minimum in half precision, code 0..15;
+  weight = scale * code + minimum. This is the form of GGUF's Q4_1 (llama.cpp), five bits a weight: a matrix
+  that came from it gets the codes back that it had.
+
+Rounding is to nearest, half to even. Every kernel set computes with these same values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+
+GROUP = 32  # inputs that share a scale and a minimum in INT4
+_CHUNK = 1 << 15  # elements quantized at once: they stay in the second-level cache, and on one thread
+
+
+class Quantization(Enum):
+    """Storage of the weights of linear layers."""
+
+    NONE = "none"  # as the checkpoint's, in the model's dtype
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """A matrix (out, in) in one of the two forms."""
+
+    codes: torch.Tensor  # (out, in): int8 for INT8, uint8 for INT4
+    scales: torch.Tensor  # (out,) float32, or (out, groups of in) float16
+    minima: torch.Tensor | None  # (out, groups of in) float16, of INT4 only
+
+    @property
+    def quantization(self) -> Quantization:
+        return Quantization.INT8 if self.minima is None else Quantization.INT4
+
+    def values(self) -> torch.Tensor:
+        """The weights that the codes stand for: (out, in) float32."""
+        if self.minima is None:
+            return self.codes.float() * self.scales[:, None]
+        out_features, in_features = self.codes.shape
+        groups = F.pad(self.codes, (0, -in_features % GROUP)).view(out_features, -1, GROUP)
+        values = groups * self.scales.float()[..., None] + self.minima.float()[..., None]
+        return values.flatten(1)[:, :in_features]
+
+
+def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
+    """Quantizes weight (out, in), any float dtype, all finite. On its own device.
+
+    Raises ValueError where INT4 cannot hold it: a weight beyond the range of half precision.
+    """
+    assert quantization is not Quantization.NONE, "nothing to quantize to"
+    rows = max(1, _CHUNK // max(1, weight.shape[1]))
+    parts = [_QUANTIZERS[quantization](part.float()) for part in torch.split(weight, rows)]
+    minima = [part.minima for part in parts if part.minima is not None]
+    return QuantizedWeight(
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minima=torch.cat(minima) if minima else None,
+    )
+
+
+def _int8(weight: torch.Tensor) -> QuantizedWeight:
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    # A row of zeros gets a scale too, so that nothing is divided by zero.
+    scales = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
+    codes = (weight / scales).round_().clamp_(-127, 127).to(torch.int8)
+    return QuantizedWeight(codes=codes, scales=scales[:, 0], minima=None)
+
+
+def _int4(weight: torch.Tensor) -> QuantizedWeight:
+    out_features, in_features = weight.shape
+    padding = -in_features % GROUP
+    if padding:  # by the last weight: it widens no group
+        weight = torch.cat((weight, weight[:, -1:].expand(-1, padding)), dim=1)
+    groups = weight.view(out_features, -1, GROUP)
+    least, most = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+    minima, scales = least.half(), ((most - least) / 15).half()
+    if not bool(minima.isfinite().all() and scales.isfinite().all()):
+        raise ValueError(
+            f"weights from {float(least.min()):.3g} to {float(most.max()):.3g} are beyond what int4 holds "
+            "in half precision; use int8"
+        )
+    # Where all weights of a group are equal any step will do: the codes are 0.
+    steps = torch.where(scales == 0, 1.0, scales.float())
+    codes = ((groups - minima.float()) / steps).round_().clamp_(0, 15).to(torch.int8).view(torch.uint8)
+    return QuantizedWeight(
+        codes=codes.flatten(1)[:, :in_features], scales=scales[..., 0], minima=minima[..., 0]
+    )
+
+
+_QUANTIZERS = {Quantization.INT8: _int8, Quantization.INT4: _int4}
