@@ -10,11 +10,12 @@ Each may be away: a row then has None where nobody could say. Pure: everything c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.metrics import KV_BLOCKS, PREFIX, RUNNING, WAITING
 from workers.directory import GroupEntry, GroupPhase
 
 # Serve's replica states, in our words.
@@ -34,9 +35,19 @@ _WAITING_REASONS = {
     "PENDING_INITIALIZATION": "ranks start and read weights",
 }
 
+(_KV_STATE,) = KV_BLOCKS.labels
+# Series of /metrics (name, state of KV blocks) -> field of ReportedLoad.
+_LOAD_FIELDS = {
+    (PREFIX + RUNNING.name, ""): "running",
+    (PREFIX + WAITING.name, ""): "waiting",
+    (PREFIX + KV_BLOCKS.name, "free"): "free_blocks",
+    (PREFIX + KV_BLOCKS.name, "cached"): "cached_blocks",
+    (PREFIX + KV_BLOCKS.name, "active"): "active_blocks",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLoad:
+class ReportedLoad:
     """What the router last heard from a group."""
 
     running: int = 0
@@ -83,31 +94,22 @@ class ApplicationStatus:
     rows: tuple[GroupRow, ...]
 
 
-def parse_loads(metrics_text: str) -> dict[str, GroupLoad]:
+def parse_loads(metrics_text: str) -> dict[str, ReportedLoad]:
     """Load by group from the text of `/metrics`."""
-    fields: dict[str, dict[str, int]] = {}
-    names = {"tandem_engine_running": "running", "tandem_engine_waiting": "waiting"}
+    loads: dict[str, ReportedLoad] = {}
     for family in text_string_to_metric_families(metrics_text):
         for sample in family.samples:
-            group = sample.labels.get("group")
-            if group is None:
-                continue
-            name = names.get(sample.name)
-            if sample.name == "tandem_kv_blocks":
-                name = f"{sample.labels['state']}_blocks"
-            if name is not None:
-                fields.setdefault(group, {})[name] = int(sample.value)
-    known = set(GroupLoad.__dataclass_fields__)
-    return {
-        group: GroupLoad(**{name: value for name, value in values.items() if name in known})
-        for group, values in fields.items()
-    }
+            field = _LOAD_FIELDS.get((sample.name, sample.labels.get(_KV_STATE, "")))
+            if field is not None:
+                group = sample.labels["group"]
+                loads[group] = replace(loads.get(group, ReportedLoad()), **{field: int(sample.value)})
+    return loads
 
 
 def application_statuses(
     details: Mapping[str, Any],
     entries: Iterable[GroupEntry],
-    loads: Mapping[str, GroupLoad],
+    loads: Mapping[str, ReportedLoad],
     *,
     now: float,
 ) -> list[ApplicationStatus]:
@@ -123,7 +125,7 @@ def _application(
     name: str,
     app: Mapping[str, Any],
     by_replica: Mapping[str, GroupEntry],
-    loads: Mapping[str, GroupLoad],
+    loads: Mapping[str, ReportedLoad],
     now: float,
 ) -> ApplicationStatus:
     rows: list[GroupRow] = []
@@ -166,7 +168,7 @@ def _row(
     deployment: str,
     replica: Mapping[str, Any],
     entry: GroupEntry | None,
-    loads: Mapping[str, GroupLoad],
+    loads: Mapping[str, ReportedLoad],
     now: float,
     trouble: str,
 ) -> GroupRow:

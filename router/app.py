@@ -2,8 +2,8 @@
 (`router.gate`).
 
 Routes: POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize; GET /v1/models, /v1/models/{id},
-/health, /ready, /version, /metrics, /load, /openapi.json. Everything else is 404 or 405 in the same error
-shape.
+/health, /ready, /version, /metrics, /load, /explain/{id of an answer}, /openapi.json. Everything else is
+404 or 405 in the same error shape.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from router.work import Work
 _CLIENT_CLOSED_STATUS = 499  # nobody reads it; access logs do
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
+Prepare = Callable[[dict[str, Any], str, Caller], Awaitable[Work]]
 
 
 def create_app(
@@ -87,7 +88,7 @@ def create_app(
     _post(app, "/v1/completions", routes.completions, CompletionRequest)
     _post(app, "/tokenize", routes.tokenize, TokenizeRequest)
     _post(app, "/detokenize", routes.detokenize, DetokenizeRequest)
-    for path, endpoint in (
+    for path, handler in (
         ("/v1/models", routes.models),
         ("/v1/models/{name:path}", routes.model),
         ("/health", routes.health),
@@ -95,18 +96,19 @@ def create_app(
         ("/version", routes.version),
         ("/metrics", routes.metrics),
         ("/load", routes.load),
+        ("/explain/{id}", routes.explain),
     ):
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
     return app
 
 
-def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[BaseModel]) -> None:
+def _post(app: FastAPI, path: str, handler: Handler, body: type[BaseModel]) -> None:
     """A POST route that reads its body itself; the model only describes it in /openapi.json."""
     schema = body.model_json_schema(ref_template=f"#/components/schemas/{body.__name__}.{{model}}")
     schema = _inlined(schema, schema.pop("$defs", {}), f"#/components/schemas/{body.__name__}.")
     app.add_api_route(
         path,
-        endpoint,
+        handler,
         methods=["POST"],
         response_model=None,
         openapi_extra={
@@ -133,18 +135,10 @@ class _Routes:
         self._telemetry = telemetry
 
     async def chat(self, request: Request) -> Response:
-        max_s = self._max_s(request)
-        body = await self._body(request)
-        caller: Caller = request.state.caller
-        work = await self._service.prepare_chat(body, request.state.request_id, caller)
-        return await self._answer(request, work, max_s)
+        return await self._generate(request, self._service.prepare_chat)
 
     async def completions(self, request: Request) -> Response:
-        max_s = self._max_s(request)
-        body = await self._body(request)
-        caller: Caller = request.state.caller
-        work = await self._service.prepare_completion(body, request.state.request_id, caller)
-        return await self._answer(request, work, max_s)
+        return await self._generate(request, self._service.prepare_completion)
 
     async def tokenize(self, request: Request) -> Response:
         return _json(await self._service.tokenize(await self._body(request)))
@@ -174,11 +168,15 @@ class _Routes:
     async def load(self, _: Request) -> Response:
         return _json(self._service.load())
 
+    async def explain(self, request: Request) -> Response:
+        return _json(self._service.explain(request.path_params["id"]))
+
     def refuse(self, error: ApiError) -> Response:
         """The answer of an error, counted."""
         count_error(self._service.metrics, error)
-        headers = {"content-type": "application/json", **error.headers}
-        return Response(error.body(), status_code=error.status, headers=headers)
+        return Response(
+            error.body(), status_code=error.status, headers=error.headers, media_type="application/json"
+        )
 
     def count_left(self) -> None:
         """A client has left before its answer was complete."""
@@ -211,7 +209,9 @@ class _Routes:
             )
         return min(seconds, self._settings.max_request_s)
 
-    async def _answer(self, request: Request, work: Work, max_s: float) -> Response:
+    async def _generate(self, request: Request, prepare: Prepare) -> Response:
+        max_s = self._max_s(request)
+        work = await prepare(await self._body(request), request.state.request_id, request.state.caller)
         if not work.stream:
             body = await unless_left(self._service.complete(work), request.receive, max_s=max_s)
             return Response(body, media_type="application/json")

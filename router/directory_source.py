@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from workers.directory_actor import NAMESPACE, directory_name
 from workers.types import GroupAddress, GroupId
 
 _WAIT_S = 5.0  # how long the directory may hold a question until there is news
+
+_log = logging.getLogger(__name__)
 
 
 class KnownGroups:
@@ -69,7 +72,8 @@ class DirectorySource:
     def __init__(self, application: str) -> None:
         self._application = application
         self._known = KnownGroups(time.monotonic)
-        self._directory: ActorHandle[Any] | None = None
+        self._directory: Any = None  # Ray's handle
+        self._is_lost = False
 
     async def __call__(self) -> Sequence[GroupAddress]:
         """The groups; waits a few seconds for news. Without a directory: those known."""
@@ -77,9 +81,19 @@ class DirectorySource:
             if self._directory is None:
                 self._directory = await asyncio.to_thread(find_directory, self._application)
             self._known.take(await self._directory.listing.remote(self._known.version, _WAIT_S))
-        except (RayError, ValueError):  # ValueError: no actor of that name
+            self._note_loss(None)
+        except (RayError, ValueError) as error:  # ValueError: no actor of that name
             self._directory = None
+            self._note_loss(error)
         return tuple(self._known.addresses().values())
+
+    def _note_loss(self, error: Exception | None) -> None:
+        """Logs once that the directory is lost, and once that it is back."""
+        if error is not None and not self._is_lost:
+            _log.warning("the directory of groups is lost; the groups known stay in use: %r", error)
+        if error is None and self._is_lost:
+            _log.info("the directory of groups is back")
+        self._is_lost = error is not None
 
 
 def find_directory(application: str) -> ActorHandle[Any]:

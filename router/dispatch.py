@@ -3,11 +3,12 @@ sockets (`router.groups`), another runs an engine in this process (tests)."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from workers.types import GenerateRequest, GroupInfo, GroupStats, TokenChunk
+from router.policy import Choice
+from workers.types import GenerateRequest, GroupId, GroupInfo, GroupStats, RequestId, TokenChunk
 
 
 class Unavailable(Exception):
@@ -26,9 +27,23 @@ class Unavailable(Exception):
 class GroupState:
     """A group as the router sees it now."""
 
-    info: GroupInfo
+    group_id: GroupId
+    epoch: int
+    info: GroupInfo | None  # None without a connection: it has said nothing of itself yet
     stats: GroupStats
-    ready: bool  # connected, and a real token has come from it in this epoch
+    is_ready: bool  # connected, and a real token has come from it in this epoch
+
+
+@dataclass(slots=True)
+class Decision:
+    """Why a request went where it went."""
+
+    request_id: RequestId
+    num_attempts: int
+    ranked: Sequence[Choice]  # of the last attempt, best first
+    matches: Mapping[GroupId, int]  # leading blocks of the prompt that a group had or was about to have
+    num_prompt_tokens: int
+    taken_by: GroupId | None = None
 
 
 class Dispatcher(Protocol):
@@ -44,4 +59,8 @@ class Dispatcher(Protocol):
 
     def groups(self) -> Sequence[GroupState]:
         """All groups known now, ready or not."""
+        ...
+
+    def explain(self, request_id: RequestId) -> Decision | None:
+        """Why one of the last requests went where it went; None when it is not remembered."""
         ...

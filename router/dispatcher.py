@@ -17,10 +17,10 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.dispatch import GroupState, Unavailable
+from router.dispatch import Decision, GroupState, Unavailable
 from router.groups import CanaryFailed, GroupLimits, GroupSource, GroupTable
 from router.link import GroupLink
-from router.placement import Decision, Placement, hash_prompt
+from router.placement import Placement, hash_prompt
 from router.policy import PolicyConfig
 from router.prefix_index import PrefixIndex
 from router.streams import RequestStream
@@ -126,7 +126,7 @@ class SocketDispatcher:
         return self._table.states()
 
     def explain(self, request_id: RequestId) -> Decision | None:
-        """Why this request went where it went, for the last `max_decisions` requests."""
+        """See `Dispatcher.explain`. The last `max_decisions` requests are remembered."""
         return self._placement.explain(request_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:

@@ -21,7 +21,7 @@ from router.dispatch import GroupState
 from router.link import GroupLink, LinkLimits, TokenSink, open_link
 from router.prefix_index import PrefixIndex
 from workers.channel import ClientIdentity, HandshakeFailed
-from workers.types import GroupAddress, GroupId, GroupInfo, GroupStats
+from workers.types import GroupAddress, GroupId, GroupStats
 
 _log = logging.getLogger(__name__)
 
@@ -231,20 +231,13 @@ class GroupTable:
 def _state(follower: _Follower) -> GroupState:
     link, address = follower.link, follower.address
     if link is not None and link.is_open:
-        is_ready = link.is_ready and follower.is_eligible
-        return GroupState(info=link.info, stats=link.load.stats, ready=is_ready)
-    unknown = GroupInfo(
-        group_id=address.group_id,
-        epoch=address.epoch,
-        role=address.role,
-        model="",
-        model_hash="",
-        dtype="",
-        tensor_parallel=0,
-        vocab_size=0,
-        max_model_len=0,
-        block_size=0,
-        num_blocks=0,
-        kv_bytes_per_block=0,
+        return GroupState(
+            group_id=address.group_id,
+            epoch=link.info.epoch,
+            info=link.info,
+            stats=link.load.stats,
+            is_ready=link.is_ready and follower.is_eligible,
+        )
+    return GroupState(
+        group_id=address.group_id, epoch=address.epoch, info=None, stats=GroupStats(), is_ready=False
     )
-    return GroupState(info=unknown, stats=GroupStats(), ready=False)

@@ -16,6 +16,7 @@ from router.admission import Admission
 from router.dispatch import GroupState
 from router.snapshot import GroupCounts, HistogramCounts, RouterSnapshot, Series
 from workers.snapshots import RETAIN_S
+from workers.types import GroupStats
 
 PREFIX = "tandem_"
 
@@ -74,37 +75,67 @@ REASONS = ("stop", "length", "aborted", "error")
 
 @dataclass(frozen=True, slots=True)
 class GroupMetric:
-    """A series of a group, and where its value is in GroupStats."""
+    """A series of a group, and how its value is read."""
 
     spec: MetricSpec
-    field: str
+    value: Callable[[GroupStats], float]
     label: str = ""
 
 
 UP = MetricSpec("engine_up", "1 when the group answers with tokens")
 EPOCH = MetricSpec("engine_epoch", "Starts of the group's ranks")
 KV_BLOCKS = MetricSpec("kv_blocks", "Blocks of the KV pool", ("state",))
+RUNNING = MetricSpec("engine_running", "Requests in the engine with blocks")
+WAITING = MetricSpec("engine_waiting", "Requests in the engine's queue")
+STEP_MEAN = MetricSpec("engine_step_mean_seconds", "Moving mean of a step's duration")
 GROUP_GAUGES = (
-    GroupMetric(KV_BLOCKS, "free_blocks", "free"),
-    GroupMetric(KV_BLOCKS, "cached_blocks", "cached"),
-    GroupMetric(KV_BLOCKS, "active_blocks", "active"),
-    GroupMetric(MetricSpec("engine_running", "Requests in the engine with blocks"), "num_running"),
-    GroupMetric(MetricSpec("engine_waiting", "Requests in the engine's queue"), "num_waiting"),
-    GroupMetric(MetricSpec("engine_step_mean_seconds", "Moving mean of a step's duration"), "step_seconds"),
+    GroupMetric(KV_BLOCKS, lambda stats: stats.free_blocks, "free"),
+    GroupMetric(KV_BLOCKS, lambda stats: stats.cached_blocks, "cached"),
+    GroupMetric(KV_BLOCKS, lambda stats: stats.active_blocks, "active"),
+    GroupMetric(RUNNING, lambda stats: stats.num_running),
+    GroupMetric(WAITING, lambda stats: stats.num_waiting),
+    GroupMetric(STEP_MEAN, lambda stats: stats.step_seconds),
 )
-GROUP_TOTALS = tuple(
-    GroupMetric(MetricSpec(name, help), field)
-    for name, help, field in (
-        ("engine_prompt_tokens", "Prompt tokens of requests the engine admitted", "prompt_tokens_total"),
-        ("engine_cached_tokens", "Of those, found in its prefix cache", "cached_tokens_total"),
-        ("engine_generated_tokens", "Tokens the engine sampled", "generated_tokens_total"),
-        ("engine_preemptions", "Sequences put back for want of blocks", "preemptions_total"),
-        ("engine_finished_stop", "Requests the engine ended at an end id", "finished_stop_total"),
-        ("engine_finished_length", "Requests the engine ended at a length", "finished_length_total"),
-        ("engine_finished_error", "Requests the engine ended with an error", "finished_error_total"),
-        ("engine_cancelled", "Requests the engine was told to drop", "cancelled_total"),
-        ("engine_steps", "Steps run", "num_steps"),
-    )
+
+
+def _total(name: str, help: str, value: Callable[[GroupStats], float]) -> GroupMetric:
+    return GroupMetric(MetricSpec(name, help), value)
+
+
+GROUP_TOTALS = (
+    _total(
+        "engine_prompt_tokens",
+        "Prompt tokens of requests the engine admitted",
+        lambda stats: stats.prompt_tokens_total,
+    ),
+    _total(
+        "engine_cached_tokens",
+        "Of those, found in its prefix cache",
+        lambda stats: stats.cached_tokens_total,
+    ),
+    _total(
+        "engine_generated_tokens", "Tokens the engine sampled", lambda stats: stats.generated_tokens_total
+    ),
+    _total(
+        "engine_preemptions", "Sequences put back for want of blocks", lambda stats: stats.preemptions_total
+    ),
+    _total(
+        "engine_finished_stop",
+        "Requests the engine ended at an end id",
+        lambda stats: stats.finished_stop_total,
+    ),
+    _total(
+        "engine_finished_length",
+        "Requests the engine ended at a length",
+        lambda stats: stats.finished_length_total,
+    ),
+    _total(
+        "engine_finished_error",
+        "Requests the engine ended with an error",
+        lambda stats: stats.finished_error_total,
+    ),
+    _total("engine_cancelled", "Requests the engine was told to drop", lambda stats: stats.cancelled_total),
+    _total("engine_steps", "Steps run", lambda stats: stats.num_steps),
 )
 
 
@@ -170,7 +201,7 @@ class RouterMetrics:
         """A copy of all cells."""
         states = list(self._groups())
         self._totals.update(states)
-        present = {str(state.info.group_id): state for state in states}
+        present = {str(state.group_id): state for state in states}
         return RouterSnapshot(
             model=self.model,
             replica=self.replica,
@@ -196,13 +227,13 @@ def _group_counts(group: str, state: GroupState | None, totals: list[Series]) ->
         return GroupCounts(group=group, epoch=0, num_steps=0, is_connected=False, gauges=[], totals=totals)
     return GroupCounts(
         group=group,
-        epoch=state.info.epoch,
+        epoch=state.epoch,
         num_steps=state.stats.num_steps,
-        is_connected=state.info.max_model_len > 0,  # one without a connection has said nothing of its model
+        is_connected=state.info is not None,
         gauges=[
-            (UP.name, "", 1 if state.ready else 0),
-            (EPOCH.name, "", state.info.epoch),
-            *((row.spec.name, row.label, getattr(state.stats, row.field)) for row in GROUP_GAUGES),
+            (UP.name, "", 1 if state.is_ready else 0),
+            (EPOCH.name, "", state.epoch),
+            *((row.spec.name, row.label, row.value(state.stats)) for row in GROUP_GAUGES),
         ],
         totals=totals,
     )
@@ -226,7 +257,7 @@ class _CarriedTotals:
         """Takes the stats of the groups there are now."""
         now = self._clock()
         for state in states:
-            group, epoch = str(state.info.group_id), state.info.epoch
+            group, epoch = str(state.group_id), state.epoch
             known = self._epoch.get(group, epoch)
             self._seen_at[group] = now
             if epoch < known:  # a late word
@@ -234,7 +265,7 @@ class _CarriedTotals:
             self._epoch[group] = epoch
             before, reached = self._before.setdefault(group, {}), self._now.setdefault(group, {})
             for row in GROUP_TOTALS:
-                name, value = row.spec.name, getattr(state.stats, row.field)
+                name, value = row.spec.name, row.value(state.stats)
                 if epoch > known:
                     before[name] = before.get(name, 0) + reached.get(name, 0)
                     reached[name] = value

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+from router.dispatch import Decision
 from router.link import GroupLink
-from router.policy import Choice, PolicyConfig, RequestView, rank, split_prompt
+from router.policy import PolicyConfig, RequestView, rank, split_prompt
 from router.prefix_index import PrefixIndex
 from workers.hashing import BlockHash, block_hashes
 from workers.types import GenerateRequest, GroupId, RequestId
@@ -19,18 +19,6 @@ from workers.types import GenerateRequest, GroupId, RequestId
 _HASH_IN_THREAD_TOKENS = 16_384  # longer prompts are hashed off the event loop
 
 BlockChains = Mapping[int, Sequence[BlockHash]]  # block size -> hashes of the prompt's full blocks
-
-
-@dataclass(slots=True)
-class Decision:
-    """Why a request went where it went."""
-
-    request_id: RequestId
-    num_attempts: int
-    ranked: Sequence[Choice]  # of the last attempt
-    matches: Mapping[GroupId, int]  # leading blocks of the prompt that a group had or was about to have
-    num_prompt_tokens: int
-    taken_by: GroupId | None = None
 
 
 class Placement:

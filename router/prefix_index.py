@@ -118,10 +118,8 @@ class PrefixIndex:
                 if len(blocks.exact) > blocks.max_blocks:
                     blocks.distrust()
                     return False
-            elif event.kind is BlockEventKind.REMOVED:
-                blocks.exact.difference_update(event.block_hashes)
             else:
-                blocks.exact.clear()
+                blocks.exact.difference_update(event.block_hashes)
         return True
 
     def expect(self, group_id: GroupId, block_hashes: Sequence[BlockHash]) -> None:

@@ -23,6 +23,7 @@ from router.auth import Caller
 from router.choice import Choice, Delta, prompt_text
 from router.dispatch import Dispatcher, Unavailable
 from router.errors import ApiError, internal_error, invalid, model_not_found, overloaded
+from router.explain import explanation, prompt_id
 from router.merge import merged
 from router.metrics import RouterMetrics
 from router.prepare import Arrival, Preparer
@@ -32,7 +33,7 @@ from router.settings import RouterSettings
 from router.text_workers import TextBusy
 from router.tokenizer import TextTokenizer
 from router.work import ModelLimits, Work
-from workers.types import FinishReason, GenerateRequest, GroupInfo, RequestId, TokenChunk
+from workers.types import FinishReason, GenerateRequest, GroupInfo, TokenChunk
 
 # Codes with which a group refuses a request as the client's mistake.
 _CLIENT_CODES = frozenset({"invalid_value", "context_length_exceeded", "kv_pool_too_small"})
@@ -95,12 +96,12 @@ class Service:
         """Whether new requests are taken, by at least one group, and every group known has given a real token
         in its present epoch."""
         groups = self._dispatcher.groups()
-        return bool(groups) and all(group.ready for group in groups) and not self.admission.is_draining
+        return bool(groups) and all(group.is_ready for group in groups) and not self.admission.is_draining
 
     @property
     def is_healthy(self) -> bool:
         """Whether a request could be answered: at least one group is ready."""
-        return any(group.ready for group in self._dispatcher.groups())
+        return any(group.is_ready for group in self._dispatcher.groups())
 
     def start_draining(self) -> None:
         """Refuse new requests from now on; running ones go on."""
@@ -127,7 +128,7 @@ class Service:
     def _models(self) -> list[GroupInfo]:
         """What groups say of their model. One that is listed but not connected (just started, or dying) has
         said nothing yet."""
-        return [group.info for group in self._dispatcher.groups() if group.info.max_model_len > 0]
+        return [group.info for group in self._dispatcher.groups() if group.info is not None]
 
     def load(self) -> dict[str, Any]:
         """Body of /load."""
@@ -137,8 +138,8 @@ class Service:
             "requests_queued": self.admission.num_queued,
             "groups": [
                 {
-                    "group": group.info.group_id,
-                    "ready": group.ready,
+                    "group": group.group_id,
+                    "ready": group.is_ready,
                     "running": group.stats.num_running,
                     "waiting": group.stats.num_waiting,
                     "free_blocks": group.stats.free_blocks,
@@ -148,6 +149,10 @@ class Service:
                 for group in groups
             ],
         }
+
+    def explain(self, answer_id: str) -> dict[str, Any]:
+        """Body of /explain. Raises ApiError 404 when this replica does not know the request."""
+        return {"replica": self._settings.replica, **explanation(self._dispatcher, answer_id)}
 
     def models(self) -> dict[str, Any]:
         """Body of /v1/models."""
@@ -355,7 +360,7 @@ class Service:
     def _requests(self, work: Work) -> list[GenerateRequest]:
         return [
             GenerateRequest(
-                request_id=RequestId(f"{work.id}-{index}"),
+                request_id=prompt_id(work.id, index),
                 prompt_token_ids=prompt,
                 sampling=work.sampling[index],
                 num_choices=work.num_choices,

@@ -37,10 +37,8 @@ class CachedBlocks:
             self.number = event.number
             if event.kind is BlockEventKind.STORED:
                 self._hashes.update(event.block_hashes)
-            elif event.kind is BlockEventKind.REMOVED:
-                self._hashes.difference_update(event.block_hashes)
             else:
-                self._hashes.clear()
+                self._hashes.difference_update(event.block_hashes)
         return is_whole
 
     def parts(self, max_blocks: int) -> list[tuple[BlockHash, ...]]:

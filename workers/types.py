@@ -162,7 +162,6 @@ class BlockEventKind(Enum):
 
     STORED = "stored"
     REMOVED = "removed"
-    CLEARED = "cleared"  # all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

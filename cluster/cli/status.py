@@ -14,7 +14,7 @@ from rich.table import Table
 from cluster.cli.options import DashboardOption, JsonOption
 from cluster.cli.services import services_of
 from cluster.cli.terminal import Terminal
-from cluster.group_table import ApplicationStatus, GroupLoad, GroupRow, application_statuses, parse_loads
+from cluster.group_table import ApplicationStatus, GroupRow, ReportedLoad, application_statuses, parse_loads
 
 _COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
 _STATE_STYLES = {"ready": "green", "failed": "red", "draining": "yellow"}
@@ -58,7 +58,7 @@ def status(
             raise typer.Exit(1)
 
 
-def _loads(details: dict[str, Any]) -> dict[str, GroupLoad]:
+def _loads(details: dict[str, Any]) -> dict[str, ReportedLoad]:
     """Load of the groups as a router tells it; nothing when no router answers or wants a key."""
     options = details.get("http_options") or {}
     host = options.get("host", "127.0.0.1")

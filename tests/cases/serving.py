@@ -61,7 +61,18 @@ class LocalDispatcher:
                 self._loop.abort(request.request_id)
 
     def groups(self) -> Sequence[GroupState]:
-        return (GroupState(info=self._info, stats=self._stats, ready=self._loop.is_alive),)
+        return (
+            GroupState(
+                group_id=self._info.group_id,
+                epoch=self._info.epoch,
+                info=self._info,
+                stats=self._stats,
+                is_ready=self._loop.is_alive,
+            ),
+        )
+
+    def explain(self, _: RequestId) -> None:
+        """Nothing to choose from."""
 
     @property
     def num_open(self) -> int:

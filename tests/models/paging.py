@@ -80,7 +80,6 @@ class PagedModel:
                 context_lens=torch.tensor(contexts, dtype=torch.int32),
                 block_tables=tables,
                 logit_rows=torch.tensor(rows, dtype=torch.int64),
-                max_query_len=max(count for _, count in work),
                 max_context_len=max(contexts),
             ),
             self._kv,

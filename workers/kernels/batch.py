@@ -22,5 +22,4 @@ class StepBatch:
     context_lens: torch.Tensor  # (S,) int32: tokens of the sequence in the pool after this step
     block_tables: torch.Tensor  # (S, W) int32; entries past the context are 0
     logit_rows: torch.Tensor  # (R,) int64: rows whose logits are wanted
-    max_query_len: int
     max_context_len: int

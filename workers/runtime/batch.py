@@ -45,7 +45,6 @@ def build_batch(
         context_lens=tensor(context_lens),
         block_tables=tensor(tables),
         logit_rows=tensor(arrays.logit_rows.astype(np.int64)),
-        max_query_len=int(lens.max(initial=0)),
         max_context_len=int(context_lens.max(initial=0)),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cluster.group_table import GroupLoad, application_statuses, parse_loads
+from cluster.group_table import ReportedLoad, application_statuses, parse_loads
 from tests.unit.cluster.conftest import World
 from tests.unit.cluster.fakes import METRICS
 from workers.directory import GroupEntry, GroupPhase
@@ -48,7 +48,7 @@ def details(unified: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 def test_a_ready_group_has_its_ranks_and_its_load() -> None:
     loads = parse_loads(METRICS)
     assert loads == {
-        "unified-u1": GroupLoad(running=3, waiting=2, free_blocks=50, cached_blocks=25, active_blocks=25)
+        "unified-u1": ReportedLoad(running=3, waiting=2, free_blocks=50, cached_blocks=25, active_blocks=25)
     }
     found = details([replica("u1"), replica("u2")])
     (status,) = application_statuses(found, [entry("u1"), entry("u2")], loads, now=1060.0)

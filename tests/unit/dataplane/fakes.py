@@ -270,7 +270,7 @@ class Cluster:
         await router.start()
         self.stack.push_async_callback(router.stop)
         wanted = len(self.groups) if ready is None else ready
-        await until(lambda: sum(state.ready for state in router.groups()) == wanted)
+        await until(lambda: sum(state.is_ready for state in router.groups()) == wanted)
         return router
 
     async def list(self) -> Sequence[GroupAddress]:

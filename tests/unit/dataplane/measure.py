@@ -109,7 +109,7 @@ async def read(host: str, port: int, num_streams: int, num_steps: int) -> tuple[
 
     router = SocketDispatcher(secret=SECRET, source=source, send=send)
     await router.start()
-    while not any(state.ready for state in router.groups()):  # noqa: ASYNC110 (a state of another process)
+    while not any(state.is_ready for state in router.groups()):  # noqa: ASYNC110 (a state of another process)
         await asyncio.sleep(0.01)
 
     async def reader(number: int) -> int:

@@ -208,7 +208,7 @@ def test_a_dead_group_ends_its_streams_with_an_error_and_spares_the_others() -> 
         doomed = asyncio.create_task(collect(router, request("r", max_tokens=10**6, num_choices=2)))
         await until(lambda: "r" in a.engine.running)
         b = await groups.add_group("b")
-        await until(lambda: sum(state.ready for state in router.groups()) == 2)
+        await until(lambda: sum(state.is_ready for state in router.groups()) == 2)
         a.engine.is_paused = True
         groups.refuse.add("a")
         spared = await collect(router, request("s", max_tokens=5))
@@ -224,7 +224,7 @@ def test_a_dead_group_ends_its_streams_with_an_error_and_spares_the_others() -> 
         for choice in (0, 1):
             got = tokens(chunks, choice)
             assert got == expected_tokens([1, 2, 3], choice, len(got))
-        assert [state.ready for state in router.groups()] == [False, True]
+        assert [state.is_ready for state in router.groups()] == [False, True]
         assert b.engine.aborted == []
 
     with_cluster(test)
@@ -255,7 +255,7 @@ def test_without_a_group_the_answer_is_unavailable_at_once() -> None:
             await collect(router, request("r"))
         assert refused.value.code == "no_healthy_group"
         await groups.add_group("a")
-        await until(lambda: any(state.ready for state in router.groups()))
+        await until(lambda: any(state.is_ready for state in router.groups()))
         groups.refuse.add("a")
         with pytest.raises(Unavailable, match="1 did not take it") as refused:
             await collect(router, request("r2"))
@@ -348,7 +348,7 @@ def test_a_group_that_was_not_in_the_ranking_may_take_the_request() -> None:
 
         router = await groups.add_router(send=elsewhere)
         groups.listed[1] = replace(b.address, is_draining=True)
-        await until(lambda: sum(state.ready for state in router.groups()) == 1)
+        await until(lambda: sum(state.is_ready for state in router.groups()) == 1)
         b.engine.is_paused = True  # the answer of `send` comes before the first token
         task = asyncio.create_task(collect(router, request("r", max_tokens=5)))
         await until(lambda: "r" in b.engine.running)
@@ -379,7 +379,7 @@ def test_a_connection_made_again_while_a_request_is_handed_over_ends_it_with_an_
 
         router = await groups.add_router(send=slow_answer, limits=replace(FAST, send_timeout_s=5.0))
         groups.listed[1] = replace(b.address, is_draining=True)  # takes it without being in the ranking
-        await until(lambda: sum(state.ready for state in router.groups()) == 1)
+        await until(lambda: sum(state.is_ready for state in router.groups()) == 1)
         task = asyncio.create_task(collect(router, request("r", max_tokens=5)))
         await is_taken.wait()
         link = router._table.links()[B]

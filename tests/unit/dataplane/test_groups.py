@@ -19,7 +19,7 @@ A, B = GroupId("a"), GroupId("b")
 
 
 def ready(router: SocketDispatcher) -> list[GroupId]:
-    return [state.info.group_id for state in router.groups() if state.ready]
+    return [state.group_id for state in router.groups() if state.is_ready]
 
 
 def test_a_group_is_ready_after_a_real_token_only() -> None:
@@ -29,7 +29,7 @@ def test_a_group_is_ready_after_a_real_token_only() -> None:
         await until(lambda: len(a.engine.submitted) == 1)
         await asyncio.sleep(0.05)
         (state,) = router.groups()
-        assert (state.info.num_blocks, state.ready) == (1000, False)
+        assert (state.info.num_blocks, state.is_ready) == (1000, False)
         a.engine.step()
         await until(lambda: ready(router) == [A])
         assert a.engine.submitted[0].startswith("canary-")
@@ -60,7 +60,7 @@ def test_a_group_that_cannot_be_reached_is_listed_and_tried_again() -> None:
         router = await groups.add_router(ready=0)
         await until(lambda: len(router.groups()) == 1)
         (state,) = router.groups()
-        assert (state.info.group_id, state.info.epoch, state.ready) == (A, 1, False)
+        assert (state.group_id, state.epoch, state.is_ready) == (A, 1, False)
         groups.listed = [a.address]
         await until(lambda: ready(router) == [A])
 
@@ -77,12 +77,12 @@ def test_a_rebuilt_group_is_followed_and_its_old_epoch_is_not_heard() -> None:
         chunks = await task
         assert chunks[-1].finish_reason is FinishReason.ERROR
         assert chunks[-1].error is not None and "epoch 2" in chunks[-1].error
-        await until(lambda: [s.info.epoch for s in router.groups() if s.ready] == [2])
+        await until(lambda: [s.epoch for s in router.groups() if s.is_ready] == [2])
         await until(lambda: not old.engine.running)  # told by the end of the connection
         assert len(tokens(await collect(router, request("s", max_tokens=4)))) == 4
         groups.listed = [old.address]  # a late answer of the directory
         await asyncio.sleep(0.1)
-        assert [s.info.epoch for s in router.groups()] == [2]
+        assert [s.epoch for s in router.groups()] == [2]
 
     with_cluster(test)
 
@@ -113,7 +113,7 @@ def test_a_group_that_moves_while_it_is_greeted_is_followed_too() -> None:
         await groups.add_group("a", epoch=2)
         await asyncio.sleep(0.1)  # for the router to hear of it
         go_on.set()
-        await until(lambda: [s.info.epoch for s in router.groups() if s.ready] == [2])
+        await until(lambda: [s.epoch for s in router.groups() if s.is_ready] == [2])
         proxy.close()
 
     with_cluster(test)
@@ -211,7 +211,7 @@ def test_unlisted_groups_finish_what_they_have_and_are_let_go() -> None:
         await until(lambda: "r" in a.engine.running)
         groups.listed = []
         await until(lambda: ready(router) == [])
-        await until(lambda: [state.info.group_id for state in router.groups()] == [A])
+        await until(lambda: [state.group_id for state in router.groups()] == [A])
         assert len(tokens(await task)) == 600
         await until(lambda: router.groups() == [])
         await until(lambda: a.server.client_ids == ["front-a"])

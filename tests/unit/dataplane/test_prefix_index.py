@@ -14,7 +14,7 @@ from workers.hashing import BlockHash, block_hashes
 from workers.types import BlockEvent, BlockEventKind, GroupId
 
 A, B = GroupId("a"), GroupId("b")
-STORED, REMOVED, CLEARED = BlockEventKind.STORED, BlockEventKind.REMOVED, BlockEventKind.CLEARED
+STORED, REMOVED = BlockEventKind.STORED, BlockEventKind.REMOVED
 TTL_S = 2.0
 
 
@@ -50,7 +50,7 @@ def test_leading_blocks_by_group() -> None:
     assert index.apply(B, [event(1, STORED, blocks[1:])])
     assert index.match(blocks) == {A: 2, B: 0}
     assert index.match([]) == {A: 0, B: 0}
-    assert index.apply(A, [event(3, CLEARED)])
+    assert index.apply(A, [event(3, REMOVED, blocks)])
     assert index.match(blocks) == {A: 0, B: 0}
 
 
@@ -63,7 +63,9 @@ def test_a_gap_makes_the_group_unusable_until_a_snapshot() -> None:
     assert index.match(blocks) == {A: 0, B: 0}
     assert not index.apply(A, [event(4, STORED, blocks)])
     assert index.load_snapshot(A, 9, blocks[:3])
-    assert index.apply(A, [event(9, CLEARED), event(10, REMOVED, [blocks[2]])])  # 9 is in the snapshot
+    assert index.apply(
+        A, [event(9, REMOVED, blocks), event(10, REMOVED, [blocks[2]])]
+    )  # 9 is in the snapshot
     assert index.match(blocks) == {A: 2, B: 0}
     assert index.is_usable(A)
 
@@ -140,12 +142,14 @@ def test_matching_is_fast() -> None:
 def test_the_server_side_set_invents_no_blocks_after_a_gap() -> None:
     known = CachedBlocks()
     blocks = chain(3)
-    assert known.apply([event(1, STORED, blocks[:2]), event(1, CLEARED), event(2, REMOVED, blocks[:1])])
+    assert known.apply(
+        [event(1, STORED, blocks[:2]), event(1, REMOVED, blocks), event(2, REMOVED, blocks[:1])]
+    )
     assert set(known.hashes) == {blocks[1]}
     assert not known.apply([event(4, STORED, blocks[2:])])
     assert (known.number, set(known.hashes)) == (4, {blocks[2]})
     assert known.parts(10) == [(blocks[2],)]
-    assert known.apply([event(5, CLEARED)])
+    assert known.apply([event(5, REMOVED, blocks)])
     assert known.parts(10) == [()]
 
 
@@ -165,7 +169,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.usable = {A: True, B: True}
         self.expected: list[tuple[GroupId, BlockHash, float]] = []
 
-    @rule(group=groups, kind=st.sampled_from([STORED, STORED, REMOVED, CLEARED]), hashes=hash_lists)
+    @rule(group=groups, kind=st.sampled_from([STORED, STORED, REMOVED]), hashes=hash_lists)
     def next_event(self, group: GroupId, kind: BlockEventKind, hashes: list[BlockHash]) -> None:
         self._change(group, kind, hashes)
         assert self.index.apply(group, [event(self.numbers[group], kind, hashes)]) == self.usable[group]
@@ -223,7 +227,7 @@ class IndexMachine(RuleBasedStateMachine):
         if kind is STORED:
             self.truth[group] |= set(hashes)
         else:
-            self.truth[group] -= set(hashes) if kind is REMOVED else set(HASHES)
+            self.truth[group] -= set(hashes)
 
 
 TestIndexMachine = IndexMachine.TestCase

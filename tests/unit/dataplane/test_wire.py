@@ -75,7 +75,7 @@ ONE_OF_EACH: list[Message] = [
     Hello(client_id="router", nonce=b"m" * 32, mac=b"x" * 32, subscribes=True),
     Welcome(info=info(), mac=b"y" * 32),
     Snapshot(number=7, block_hashes=(BlockHash(b"h" * 16),), is_last=True),
-    Events(events=(BlockEvent(number=8, kind=BlockEventKind.CLEARED),)),
+    Events(events=(BlockEvent(number=8, kind=BlockEventKind.REMOVED),)),
     Stats(stats=GroupStats(num_running=3, step_seconds=0.02)),
     Chunks(chunks=(FULL_CHUNK,)),
     Submit(client_id="router", request=FULL_REQUEST),

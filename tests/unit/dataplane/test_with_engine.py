@@ -72,7 +72,7 @@ async def served() -> AsyncIterator[Served]:
     router = SocketDispatcher(secret=SECRET, source=source, send=send, limits=FAST)
     await router.start()
     try:
-        await until(lambda: any(state.ready for state in router.groups()))
+        await until(lambda: any(state.is_ready for state in router.groups()))
         yield Served(engine, executor, loop, server, router)
     finally:
         await router.stop()
@@ -202,6 +202,6 @@ def test_a_rank_that_dies_ends_all_streams_with_its_reason() -> None:
                 (1, FinishReason.ERROR, "engine_dead"),
             ]
             assert all(end.error is not None and "exit code -9" in end.error for end in ends)
-            await until(lambda: not any(state.ready for state in group.router.groups()))
+            await until(lambda: not any(state.is_ready for state in group.router.groups()))
 
     run(test())

@@ -37,7 +37,6 @@ def make_batch(
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
         block_tables=tables,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        max_query_len=max((n for _, n in sequences), default=0),
         max_context_len=max(context_lens, default=0),
     )
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.app import create_app
 from router.build import build_service
-from router.dispatch import GroupState
+from router.dispatch import Decision, GroupState
 from router.service import Service
 from router.settings import RouterSettings
 from router.tokenizer import TextTokenizer
@@ -22,6 +22,7 @@ from workers.types import (
     GroupId,
     GroupInfo,
     GroupStats,
+    RequestId,
     Role,
     TokenChunk,
     TokenLogprob,
@@ -47,7 +48,7 @@ INFO = GroupInfo(
     num_blocks=64,
     kv_bytes_per_block=1024,
 )
-READY = GroupState(info=INFO, stats=GroupStats(), ready=True)
+READY = GroupState(group_id=INFO.group_id, epoch=INFO.epoch, info=INFO, stats=GroupStats(), is_ready=True)
 
 Script = Callable[[GenerateRequest], Iterator[TokenChunk]]
 
@@ -122,6 +123,7 @@ class FakeDispatcher:
     gate: asyncio.Semaphore | None = None
     error: Exception | None = None  # raised before the first chunk
     requests: list[GenerateRequest] = field(default_factory=list)
+    decisions: dict[RequestId, Decision] = field(default_factory=dict)
     num_open: int = 0
     num_cancelled: int = 0
 
@@ -143,6 +145,10 @@ class FakeDispatcher:
         finally:
             self.num_open -= 1
             self.num_cancelled += not complete
+
+    def explain(self, request_id: RequestId) -> Decision | None:
+        """router.dispatch.Dispatcher."""
+        return self.decisions.get(request_id)
 
     def groups(self) -> Sequence[GroupState]:
         """router.dispatch.Dispatcher."""

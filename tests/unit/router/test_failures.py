@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import time
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -26,7 +25,7 @@ from tests.unit.router.client import (
     wait_until,
 )
 from tests.unit.router.fakes import INFO, FakeDispatcher, chunks_of, says, stack
-from workers.types import FinishReason, GroupStats, TokenChunk
+from workers.types import FinishReason, GroupId, GroupStats, TokenChunk
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -121,7 +120,7 @@ def test_no_group_at_all() -> None:
 
 def test_ready_needs_every_group() -> None:
     # Listed, but not connected: it has said nothing of its model yet.
-    other = GroupState(info=replace(INFO, max_model_len=0), stats=GroupStats(), ready=False)
+    other = GroupState(group_id=GroupId("g1"), epoch=1, info=None, stats=GroupStats(), is_ready=False)
     dispatcher = FakeDispatcher()
     dispatcher.states = (*dispatcher.states, other)
     app = stack(dispatcher).app

@@ -124,10 +124,14 @@ def test_group_totals_go_on_over_epochs() -> None:
     app = stack(dispatcher).app
 
     def total(epoch: int, generated: int) -> float:
-        state = GroupState(
-            info=replace(INFO, epoch=epoch), stats=GroupStats(generated_tokens_total=generated), ready=True
+        dispatcher.states = (
+            replace(
+                READY,
+                epoch=epoch,
+                info=replace(INFO, epoch=epoch),
+                stats=GroupStats(generated_tokens_total=generated),
+            ),
         )
-        dispatcher.states = (state,)
         return only(call(app, "/metrics").text, "engine_generated_tokens_total", group="g0")
 
     assert [total(1, 5), total(1, 9), total(2, 0), total(2, 3), total(3, 1)] == [5, 9, 9, 12, 13]
@@ -160,7 +164,7 @@ def test_group_gauges() -> None:
 
 
 def replace_stats(stats: GroupStats) -> GroupState:
-    return GroupState(info=READY.info, stats=stats, ready=True)
+    return replace(READY, stats=stats)
 
 
 class Clock:

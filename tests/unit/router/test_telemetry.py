@@ -42,8 +42,10 @@ class Replica:
         return response.text
 
     def sees(self, stats: GroupStats, *, epoch: int = 1, is_connected: bool = True) -> None:
-        info = replace(INFO, epoch=epoch, max_model_len=4096 if is_connected else 0)
-        self.dispatcher.states = (GroupState(info=info, stats=stats, ready=is_connected),)
+        info = replace(INFO, epoch=epoch) if is_connected else None
+        self.dispatcher.states = (
+            GroupState(group_id=INFO.group_id, epoch=epoch, info=info, stats=stats, is_ready=is_connected),
+        )
 
 
 def run(case: Callable[[LocalBoard, Replica, Replica], Awaitable[None]]) -> None:

@@ -51,7 +51,7 @@ def test_batch_of_a_plan():
     assert batch.query_starts.tolist() == [0, 1, 6, 9]
     assert batch.context_lens.tolist() == [7, 5, 7]
     assert batch.block_tables.tolist() == [[3, 9], [7, 2], [5, 1]]
-    assert (batch.max_query_len, batch.max_context_len) == (5, 7)
+    assert batch.max_context_len == 7
     wide = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows)
     assert {values.dtype for values in wide} == {torch.int64}
     narrow = (batch.query_starts, batch.context_lens, batch.block_tables)

@@ -1,0 +1,50 @@
+"""Why a request went where it went, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.dispatch import Decision, Dispatcher
+from router.errors import ApiError, quoted
+from workers.types import RequestId
+
+
+def prompt_id(request_id: str, index: int) -> RequestId:
+    """What groups call a prompt of a request."""
+    return RequestId(f"{request_id}-{index}")
+
+
+def explanation(dispatcher: Dispatcher, answer_id: str) -> dict[str, Any]:
+    """The placement of every prompt of a request, by the id of its answer or of the log.
+
+    Only numbers and names of groups, nothing of what was said. Raises ApiError 404.
+    """
+    request_id = answer_id.rpartition("-")[2]
+    prompts: list[dict[str, Any]] = []
+    while (decision := dispatcher.explain(prompt_id(request_id, len(prompts)))) is not None:
+        prompts.append(_shown(decision))
+    if not prompts:
+        raise ApiError(
+            404,
+            f"This router replica remembers no request {quoted(answer_id)}. Give the id of an answer; each "
+            "replica knows the last requests that it has placed itself.",
+            code="unknown_request",
+        )
+    return {"request": request_id, "prompts": prompts}
+
+
+def _shown(decision: Decision) -> dict[str, Any]:
+    return {
+        "taken_by": decision.taken_by,
+        "num_attempts": decision.num_attempts,
+        "num_prompt_tokens": decision.num_prompt_tokens,
+        "ranked": [  # by the last attempt, best first
+            {
+                "group": choice.group_id,
+                "matched_blocks": decision.matches.get(choice.group_id, 0),
+                "cost_ms": choice.cost_ms,
+                "terms_ms": dict(choice.terms),
+            }
+            for choice in decision.ranked
+        ],
+    }
