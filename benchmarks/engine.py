@@ -165,7 +165,9 @@ def open_subjects(
     tell: Tell,
 ) -> dict[str, Subject]:
     """Ours and the peers of a weight format, loaded; `stack` closes them. Peers left out are told."""
-    subjects: dict[str, Subject] = {OURS: stack.enter_context(closing(Tandem(folder, threads, max_running)))}
+    quantization = "none" if weights == "bf16" else weights
+    ours = Tandem(folder, threads, max_running, quantization)
+    subjects: dict[str, Subject] = {OURS: stack.enter_context(closing(ours))}
     if TRANSFORMERS in names and weights == "bf16":
         for cache in ("dynamic", "static"):
             subjects[f"{TRANSFORMERS} {cache} cache"] = Transformers(folder, cache)

@@ -42,9 +42,9 @@ class Subject(Protocol):
 class Tandem:
     """Our engine with its executor, in this process, as a group of one rank runs it."""
 
-    def __init__(self, folder: Path, threads: int, max_running: int) -> None:
+    def __init__(self, folder: Path, threads: int, max_running: int, quantization: str = "none") -> None:
         config = GroupConfig(
-            model=ModelConfig(path=str(folder), dtype="bfloat16"),
+            model=ModelConfig(path=str(folder), dtype="bfloat16", quantization=quantization),
             cache=CacheConfig(max_bytes=1 << 30),
             schedule=ScheduleConfig(max_running=max_running),
             parallel=ParallelConfig(device="cpu", threads_per_rank=threads),
