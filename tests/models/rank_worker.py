@@ -8,6 +8,7 @@ result too.
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from tests.models.loading import paged_model
 from tests.models.paging import PagedModel
-from workers.kernels import Quantization
+from workers.kernels import Quantization, SharedCollective, load_library, memory_bytes
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.parallel import TensorParallel
 
@@ -34,6 +35,7 @@ def main(job_file: Path, rank: int) -> None:
         world_size=job["size"],
         timeout=timedelta(seconds=20),
     )
+    parallel = TensorParallel(rank, job["size"], shared(job["memory"], rank, job["size"]))
     results, logits = [], {}
     for number, work in enumerate(job["works"]):
         dtype = getattr(torch, work["dtype"])
@@ -41,7 +43,7 @@ def main(job_file: Path, rank: int) -> None:
             model = paged_model(
                 Path(work["folder"]),
                 dtype=dtype,
-                parallel=TensorParallel(rank, job["size"]),
+                parallel=parallel,
                 quantization=Quantization(work["quantization"]),
             )
         except (TensorParallelError, CheckpointError) as error:
@@ -59,6 +61,15 @@ def main(job_file: Path, rank: int) -> None:
         save_file(logits, f"{job_file}.safetensors")
         Path(f"{job_file}.out").write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def shared(memory: int | None, rank: int, size: int) -> SharedCollective | None:
+    """memory: an inherited descriptor."""
+    if memory is None:
+        return None
+    library = load_library()
+    mapped = mmap.mmap(memory, memory_bytes(library, size))
+    return SharedCollective(library, mapped, rank=rank, size=size, timeout_s=60)
 
 
 def follow_or_lead(

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from workers.kernels import load_library, memory_bytes
+
 
 @dataclass(frozen=True)
 class Work:
@@ -37,22 +39,33 @@ class Found:
     error: str | None
 
 
-def run_ranks(folder: Path, size: int, works: Sequence[Work], *, timeout_s: float = 100.0) -> list[Found]:
-    """Runs all works on `size` ranks. Fails with the ranks' output when one of them fails or hangs."""
+def run_ranks(
+    folder: Path, size: int, works: Sequence[Work], *, shares_memory: bool = True, timeout_s: float = 100.0
+) -> list[Found]:
+    """Runs all works on `size` ranks. Fails with the ranks' output when one of them fails or hangs.
+
+    shares_memory: what the decoder adds up goes through shared memory, otherwise through gloo.
+    """
     job = folder / f"job{size}.json"
-    job.write_text(json.dumps({"size": size, "works": [asdict(work) for work in works]}))
+    memory = os.memfd_create("ranks") if shares_memory else None
+    job.write_text(json.dumps({"size": size, "works": [asdict(work) for work in works], "memory": memory}))
+    if memory is not None:
+        os.truncate(memory, memory_bytes(load_library(), size))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.models.rank_worker", str(job), str(rank)],
             cwd=Path(__file__).parents[2],
             env=environment,
+            pass_fds=[] if memory is None else [memory],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(size)
     ]
+    if memory is not None:
+        os.close(memory)
     deadline = time.monotonic() + timeout_s
     try:
         for number, rank in enumerate(ranks):

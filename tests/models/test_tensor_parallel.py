@@ -1,4 +1,6 @@
-"""Two, three and four ranks against transformers: every family, uneven heads, copied KV heads, odd sizes.
+"""Several ranks against transformers: every family, uneven heads, copied KV heads, odd sizes.
+
+Two and three ranks add up in shared memory, four over gloo.
 
 All works of a group size run in one start of its ranks: starting processes costs more than the tests.
 """
@@ -107,12 +109,16 @@ def test_three_ranks(tmp_path: Path, family_folder: Callable[[str], Path]) -> No
         Work(folder=str(nine), texts=[TEXT]),
         Work(folder=str(family_folder("llama"))),
         Work(folder=str(family_folder("gpt2")), texts=[TEXT]),  # 4 heads: 2, 1, 1
+        Work(folder=str(nine), texts=[TEXT, TEXT[:9]], chunk=11, dtype="bfloat16"),
     ]
-    first, refused, uneven = run_ranks(tmp_path, 3, works)
+    first, refused, uneven, rounded = run_ranks(tmp_path, 3, works)
     torch.testing.assert_close(first.logits[0], Oracle(nine).logits(TEXT), atol=1e-4, rtol=0)
     torch.testing.assert_close(
         uneven.logits[0], Oracle(family_folder("gpt2")).logits(TEXT), atol=1e-4, rtol=0
     )
+    alone = paged_model(nine, dtype=torch.bfloat16)
+    for text, logits in zip((TEXT, TEXT[:9]), rounded.logits, strict=True):
+        assert float((logits - logits_of(alone, text)).abs().mean()) < 0.02
     assert refused.error == (
         "tensor_parallel 3 does not fit 4 attention heads and 2 KV heads; sizes that work: 1, 2, 4"
     )
@@ -121,7 +127,8 @@ def test_three_ranks(tmp_path: Path, family_folder: Callable[[str], Path]) -> No
 def test_four_ranks_with_copied_kv_heads(tmp_path: Path, family_folder: Callable[[str], Path]) -> None:
     one = checkpoints.build(tmp_path / "one", LLAMA, seed=1, **SHAPES["one kv head"])
     folders = [one, family_folder("llama"), family_folder("qwen3")]
-    found = run_ranks(tmp_path, 4, [Work(folder=str(folder), texts=[TEXT]) for folder in folders])
+    works = [Work(folder=str(folder), texts=[TEXT]) for folder in folders]
+    found = run_ranks(tmp_path, 4, works, shares_memory=False)
     for folder, result in zip(folders, found, strict=True):
         torch.testing.assert_close(result.logits[0], Oracle(folder).logits(TEXT), atol=1e-4, rtol=0)
 

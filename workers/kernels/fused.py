@@ -48,6 +48,7 @@ class Model(ctypes.Structure):
         ("layers", ctypes.POINTER(LayerWeights)),
         ("final_norm", c_void_p),
         ("head", PackedWeights),
+        ("collective", c_void_p),
     ]
 
 
@@ -96,6 +97,7 @@ class NativeStep:
             layers=self._layers,
             final_norm=_norm(model.final_norm),
             head=_native(model.head).weights(),
+            collective=None if model.collective is None else model.collective.address,
         )
         self._logits = torch.empty((0, self._vocab), dtype=torch.float32)
         self._scratch: int = library.step_scratch()
@@ -145,6 +147,8 @@ class NativeStep:
         self._library.step(
             ctypes.addressof(self._shape), ctypes.addressof(inputs), self._scratch, torch.get_num_threads()
         )
+        if self._model.collective is not None:
+            self._model.collective.check()
         return logits
 
     def _space_for(self, num_logits: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from workers.kernels.batch import StepBatch
+from workers.kernels.collective import SharedCollective
 from workers.kernels.draw import Draw
 from workers.kernels.quantized import Quantization
 
@@ -44,15 +45,16 @@ class StepLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """All that follows the embedding, of a model on one rank."""
+    """All that follows the embedding, as one rank holds it."""
 
     layers: tuple[StepLayer, ...]
     final_norm: torch.Tensor
-    head: PackedLinear  # hidden -> vocabulary, float32
-    num_heads: int
+    head: PackedLinear  # hidden -> vocabulary of this rank, float32
+    num_heads: int  # of this rank, as num_kv_heads
     num_kv_heads: int
     head_dim: int
     norm_eps: float
+    collective: SharedCollective | None = None  # adds up `output` and `down` over the ranks; None: one rank
 
 
 class FusedStep(Protocol):
@@ -68,7 +70,8 @@ class FusedStep(Protocol):
     ) -> torch.Tensor:
         """residual (T, hidden): embedded rows, overwritten; kv: the pool.
 
-        Logits (R, vocab) float32, valid until the next call.
+        Logits (R, vocab) float32, valid until the next call. Several ranks: their parts of heads and vocab;
+        raises CollectiveFailed when one does not come.
         """
         ...
 

@@ -65,7 +65,7 @@ class Decoder:
             residual = residual + F.embedding(batch.positions, weights.positions)
         cos, sin = weights.rotary.rows(batch) if weights.rotary is not None else (None, None)
         if self._fused is not None:
-            return self._fused(residual, cos, sin, batch, kv)
+            return weights.head.gather(self._fused(residual, cos, sin, batch, kv))
         keys, values = kv[:, :, :, 0].unbind(2), kv[:, :, :, 1].unbind(2)
         normed = weights.layers[0].attention_norm(residual)
         last = len(weights.layers) - 1

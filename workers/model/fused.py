@@ -11,22 +11,24 @@ from workers.model.parallel import TensorParallel
 def fuse(
     spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, parallel: TensorParallel
 ) -> FusedStep | None:
-    """One call for all layers: on a single rank, for RMS norms and a gated SiLU MLP; else None.
+    """One call for all layers, for RMS norms and a gated SiLU MLP; else None.
 
-    Several ranks add up their parts inside every layer, which a single call cannot wait for.
+    Several ranks add up their parts inside every layer, which a single call can do in shared memory only. A
+    rank whose part has no fused form (an odd number of columns) meets the others in the same sums.
     """
     is_llama_like = spec.norm is NormKind.RMS and spec.gated_mlp and spec.activation is Activation.SILU
-    if parallel.size > 1 or not is_llama_like:
+    if not is_llama_like or (parallel.size > 1 and parallel.shared is None):
         return None
     return kernels.fuse(
         StepModel(
             layers=tuple(map(_layer, weights.layers)),
             final_norm=weights.final_norm.weight,
             head=weights.head.linear,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
+            num_heads=len(spec.q_heads_of_rank(parallel.rank, parallel.size)),
+            num_kv_heads=len(spec.kv_heads_of_rank(parallel.rank, parallel.size)),
             head_dim=spec.head_dim,
             norm_eps=spec.norm_eps,
+            collective=parallel.shared,
         )
     )
 

@@ -107,4 +107,8 @@ class VocabParallelHead:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """x (R, hidden) -> logits (R, vocabulary) float32 on rank 0, None elsewhere."""
-        return self._parallel.gather_columns(self._linear(x), self._widths)
+        return self.gather(self._linear(x))
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """logits (R, vocabulary of this rank) -> (R, vocabulary) on rank 0, None elsewhere."""
+        return self._parallel.gather_columns(logits, self._widths)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from workers.kernels import (
     StepModel,
     kernels_for,
 )
+from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
 from workers.kernels.native import CpuKernels
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS = 96, 6, 2, 24, 200, 300, 3
@@ -96,8 +99,12 @@ def one_by_one(
         q = kernels.rotary_and_write(q, k, v, *turn, batch, *caches)
         attended = kernels.paged_attention(q, *caches, batch, layer.scale, layer.sliding_window)
         mixed = layer.output(attended.flatten(1))
+        if model.collective is not None:
+            model.collective.all_reduce(mixed)
         normed, residual = kernels.add_rms_norm(mixed, residual, layer.mlp_norm, eps)
         mixed = layer.down(kernels.silu_mul(layer.up(normed)))
+        if model.collective is not None:
+            model.collective.all_reduce(mixed)
         following = model.layers[index + 1].attention_norm if index + 1 < LAYERS else model.final_norm
         normed, residual = kernels.add_rms_norm(mixed, residual, following, eps)
     return model.head(normed[batch.logit_rows])
@@ -216,6 +223,57 @@ def test_two_models_step_at_the_same_time() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = [logits for each in pool.map(steps, [step for step in fused if step]) for logits in each]
     assert len(found) == 60 and all(torch.equal(each, found[0]) for each in found)
+
+
+@needs_fused_step
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ranks_add_up_inside_the_step(threads: int) -> None:
+    """Three ranks, here threads with different weights: the bits of single operators with sums between."""
+    size, timeout_s = 3, 60.0
+    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    library = build("native")
+    memory = mmap.mmap(-1, memory_bytes(library, size))
+    models = [
+        replace(
+            make_model(kernels, torch.bfloat16, bias=rank == 0, head_norm=False),
+            collective=SharedCollective(library, memory, rank=rank, size=size, timeout_s=timeout_s),
+        )
+        for rank in range(size)
+    ]
+    batch = make_batch([(0, 120), (9, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[119, 120])
+    residual, kv = (
+        torch.randn(121, HIDDEN).bfloat16(),
+        torch.zeros(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16(),
+    )
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.set_num_threads(threads)
+        step = kernels.fuse(models[rank])
+        assert step is not None
+        fused = step(residual.clone(), None, None, batch, kv.clone())
+        return fused, one_by_one(kernels, models[rank], residual.clone(), (None, None), batch, kv.clone())
+
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(run, range(size)))
+    for fused, single in found:
+        assert torch.equal(fused, single)
+    assert not torch.equal(found[0][0], found[1][0])  # other weights
+
+
+@needs_fused_step
+def test_a_step_whose_peer_does_not_come_has_no_result() -> None:
+    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    library = build("native")
+    memory = mmap.mmap(-1, memory_bytes(library, 2))
+    alone = SharedCollective(library, memory, rank=0, size=2, timeout_s=0.2)
+    step = kernels.fuse(
+        replace(make_model(kernels, torch.bfloat16, bias=False, head_norm=False), collective=alone)
+    )
+    assert step is not None
+    batch = make_batch([(0, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[0])
+    kv = torch.zeros(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
+    with pytest.raises(CollectiveFailed, match=r"rank 1 did not come to a collective within 0.2 s"):
+        step(torch.randn(1, HIDDEN).bfloat16(), None, None, batch, kv)
 
 
 @pytest.mark.parametrize("march", [march for march in MARCHES if march != "native"])

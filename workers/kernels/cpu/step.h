@@ -1,5 +1,5 @@
 // All layers of a step in one call: the operators of rows.h, gemm.h and attend.h by one team, a barrier between
-// them. For models with RMS norms, a gated SiLU MLP and one rank. Every intermediate is rounded to bf16 where the
+// them; and what several ranks add up, in shared memory. For models with RMS norms and a gated SiLU MLP. Every intermediate is rounded to bf16 where the
 // operators called one by one would round it, so both ways give the same bits.
 #pragma once
 #ifdef __AVX512BF16__
@@ -10,6 +10,7 @@
 
 #include "attend.h"
 #include "barrier.h"
+#include "collective.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -31,6 +32,7 @@ struct Model {
   const LayerWeights* layers;
   const bf16* final_norm;
   PackedWeights head;
+  Collective* collective;  // of the ranks that share the heads and inner columns; null for one rank
 };
 struct StepInput {
   bf16* residual;  // (tokens, hidden), overwritten
@@ -91,6 +93,7 @@ class StepWalk {
         attended = s.qkv.data(), residual = s.kept.data();
       }
       linear(w.output, attended, s.mixed.data());
+      if (!add_up()) return;
       each_row([&](long r) { add_norm(residual, w.mlp_norm, r); });
       linear(w.up, s.normed.data(), s.wide.data());
       bf16* gated = s.wide.data() + rows * 2 * m.inner;
@@ -99,6 +102,7 @@ class StepWalk {
         silu_mul_row(gate, gate + m.inner, gated + r * m.inner, m.inner);
       });
       linear(w.down, gated, s.mixed.data());
+      if (!add_up()) return;
       const bf16* following = l + 1 < m.num_layers ? m.layers[l + 1].attention_norm : m.final_norm;
       each_row([&](long r) { add_norm(residual, following, r); });
     }
@@ -146,6 +150,13 @@ class StepWalk {
     }
     each_row([&](long r) { prepare_row(w, x + r * w.k, s.prepared.data() + size_t(r) * bytes); });
     return s.prepared.data();
+  }
+  // `mixed` becomes the sum over the ranks. False on all threads when that failed: then the step has no result.
+  bool add_up() {
+    if (!m.collective) return true;
+    if (thread == 0) m.collective->all_reduce(s.mixed.data(), size_t(rows * m.hidden));
+    together.wait();
+    return m.collective->failure() == 0;
   }
   void norm(const bf16* x, const bf16* weight, long r) {
     rms_norm_row(x, weight, float(m.eps), s.normed.data() + r * m.hidden, m.hidden, row.data());
