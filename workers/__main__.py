@@ -6,27 +6,20 @@ Not covered: chat history, stop strings, serving. Those are the router's.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
-from workers.engine.engine import Engine
-from workers.engine.step import GroupFailed
-from workers.model.errors import CheckpointError
-from workers.runtime.launch import LocalGroup
-from workers.types import FinishReason, GenerateRequest, RequestId, RequestRefused, SamplingParams, TokenChunk
-
-_REPLACEMENT = "\ufffd"  # what a tokenizer decodes half a character to
+from workers.config import GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from workers.news import News
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 0, or 1 with a sentence on stderr."""
+    """Returns the exit code: 0, or 1 with a sentence on stderr. Raises SystemExit(2) for bad options."""
     options = _parser().parse_args(arguments)
+    if not Path(options.model).expanduser().is_dir():
+        print(f"error: {options.model}: no such model folder", file=sys.stderr)
+        return 1
     config = GroupConfig(
         model=ModelConfig(
             path=options.model,
@@ -39,15 +32,12 @@ def main(arguments: Sequence[str]) -> int:
             tensor_parallel=options.tp, threads_per_rank=options.threads, device=options.device
         ),
     )
-    try:
-        if options.command == "generate":
-            _generate(config, options)
-        else:
-            _bench(config, options)
-    except (CheckpointError, GroupFailed, RequestRefused, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    with News(sys.stderr) as news:
+        news.start("loading torch and transformers")
+        # Here, not above: it takes seconds, in which bad options are refused and something is said.
+        from workers.offline import run
+
+        return run(config, options, news)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,166 +49,62 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, help_text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help_text)
         sub.add_argument("model", help="model folder in Hugging Face layout")
-        sub.add_argument("--tp", type=int, default=1, help="ranks that share the model")
+        sub.add_argument("--tp", type=_whole(1), default=1, help="ranks that share the model")
         sub.add_argument("--dtype", default="auto", help="auto (bfloat16), bfloat16 or float32")
         sub.add_argument("--quantization", default="none", help="of linear weights: none, int8 or int4")
         sub.add_argument("--device", default="auto", help="auto, cpu or cuda")
-        sub.add_argument("--threads", type=int, help="CPU threads per rank; default: cores / ranks")
-        sub.add_argument("--max-model-len", type=int, help="longest context in tokens")
-        sub.add_argument("--max-step-tokens", type=int, default=512, help="token budget of a step")
+        sub.add_argument("--threads", type=_whole(1), help="CPU threads per rank; default: cores / ranks")
+        sub.add_argument("--max-model-len", type=_whole(1), help="longest context in tokens")
+        sub.add_argument("--max-step-tokens", type=_whole(1), default=512, help="token budget of a step")
         return sub
 
     generate = command("generate", "continue a prompt, streaming to stdout")
-    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--prompt", required=True, type=_text)
     generate.add_argument("--chat", action="store_true", help="the prompt is a user's message")
-    generate.add_argument("--max-tokens", type=int, help="default: 256 or what the context has room for")
-    generate.add_argument("--temperature", type=float, default=0.0)
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--min-p", type=float, default=0.0)
-    generate.add_argument("--repetition-penalty", type=float, default=1.0)
+    generate.add_argument("--max-tokens", type=_whole(1), help="default: 256 or what fits the context")
+    generate.add_argument("--temperature", type=_between(0.0, 1e9), default=0.0)
+    generate.add_argument("--top-k", type=_whole(0), default=0)
+    generate.add_argument("--top-p", type=_between(0.0, 1.0, above=True), default=1.0)
+    generate.add_argument("--min-p", type=_between(0.0, 1.0), default=0.0)
+    generate.add_argument("--repetition-penalty", type=_between(0.0, 1e9, above=True), default=1.0)
     generate.add_argument("--seed", type=int, default=0)
     bench = command("bench", "measure time to first token and tokens per second")
-    bench.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="requests at the same time")
-    bench.add_argument("--prompt-len", type=int, default=128)
-    bench.add_argument("--max-tokens", type=int, default=64)
+    bench.add_argument("--batch", type=_whole(1), nargs="+", default=[1, 8, 32], help="requests at a time")
+    bench.add_argument("--prompt-len", type=_whole(1), default=128)
+    bench.add_argument("--max-tokens", type=_whole(1), default=64)
     bench.add_argument("--json", action="store_true", help="one JSON line instead of a table")
     return parser
 
 
-def _engine(config: GroupConfig, group: LocalGroup, *, prefix_reuse: bool = True) -> Engine:
-    facts = group.facts
-    return Engine(
-        limits=facts.limits,
-        cache=CacheConfig(block_size=facts.block_size, prefix_reuse=prefix_reuse),
-        schedule=config.schedule,
-        executor=group.executor,
-    )
+def _whole(least: int) -> Callable[[str], int]:
+    """Reader of a whole number of at least so much."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    return number
 
 
-def _generate(config: GroupConfig, options: argparse.Namespace) -> None:
-    with LocalGroup(config) as group:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-        text = options.prompt
-        if options.chat:
-            messages = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt = tokenizer(text, add_special_tokens=not options.chat)["input_ids"]
-        room = max(0, group.facts.limits.max_model_len - len(prompt))
-        sampling = SamplingParams(
-            max_tokens=min(256, room) if options.max_tokens is None else options.max_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            seed=options.seed,
-        )
-        engine = _engine(config, group)
-        engine.add(
-            GenerateRequest(request_id=RequestId("prompt"), prompt_token_ids=tuple(prompt), sampling=sampling)
-        )
-        for piece in _text_of(_run(engine), tokenizer):
-            print(piece, end="", flush=True)
-        print()
+def _between(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
+    """Reader of a number from `least` to `most`; `above`: greater than `least`."""
 
-
-def _run(engine: Engine) -> Iterator[TokenChunk]:
-    """All chunks until no request is left. Raises GroupFailed when one ends in an error."""
-    while engine.has_work():
-        for chunk in engine.step():
-            if chunk.finish_reason is FinishReason.ERROR:
-                raise GroupFailed(chunk.error or "the request ended in an error")
-            yield chunk
-
-
-def _text_of(chunks: Iterator[TokenChunk], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Text as it becomes certain: a character whose tokens are not all there waits.
-
-    Decodes from the last certain place only: ids[start:], of which `shown` characters are out already.
-    """
-    ids: list[int] = []
-    start, certain, shown = 0, 0, 0
-    for chunk in chunks:
-        ids += [token_id for token_id in chunk.token_ids if token_id != chunk.stop_token_id]
-        text = str(tokenizer.decode(ids[start:]))
-        if chunk.finish_reason is None and text.endswith(_REPLACEMENT):
-            continue
-        yield text[shown:]
-        # Some tokenizers drop a leading space: the tokens before the new ones stay as context.
-        start, certain = certain, len(ids)
-        shown = len(tokenizer.decode(ids[start:certain]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchRow:
-    """One batch size. Times of a request are means over the batch."""
-
-    batch: int
-    prompt_tokens: int
-    ttft_ms: float
-    tpot_ms: float  # per token after the first
-    decode_tokens_per_s: float  # of the whole batch, after all first tokens
-    total_s: float
-
-
-def _bench(config: GroupConfig, options: argparse.Namespace) -> None:
-    started = time.perf_counter()
-    with LocalGroup(config) as group:
-        if not options.json:
-            facts = group.facts
-            pool_mib = facts.num_blocks * facts.kv_bytes_per_block >> 20
-            print(
-                f"{config.model.path}: {facts.dtype} on {facts.device}, {facts.tensor_parallel} ranks, "
-                f"{facts.num_blocks} KV blocks ({pool_mib} MiB), ready in "
-                f"{time.perf_counter() - started:.1f} s"
+    def number(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most or (above and value == least):
+            raise argparse.ArgumentTypeError(
+                f"must be {'above' if above else 'at least'} {least:g} and at most {most:g}, got {text}"
             )
-            print(
-                f"{'batch':>6} {'prompt':>7} {'TTFT ms':>9} {'TPOT ms':>9} {'decode tok/s':>13} {'all s':>8}"
-            )
-        rows = []
-        for batch in options.batch:
-            _measure(config, group, batch, options)  # the first run touches memory and fills caches
-            row = _measure(config, group, batch, options)
-            rows.append(row)
-            if not options.json:
-                print(
-                    f"{row.batch:>6} {row.prompt_tokens:>7} {row.ttft_ms:>9.1f} {row.tpot_ms:>9.2f} "
-                    f"{row.decode_tokens_per_s:>13.1f} {row.total_s:>8.2f}",
-                    flush=True,
-                )
-    if options.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+        return value
+
+    return number
 
 
-def _measure(config: GroupConfig, group: LocalGroup, batch: int, options: argparse.Namespace) -> BenchRow:
-    engine = _engine(config, group, prefix_reuse=False)
-    vocab_size, prompt_len = group.facts.limits.vocab_size, options.prompt_len
-    sampling = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True)
-    for number in range(batch):
-        ids = tuple((number * 7919 + place * 31) % vocab_size for place in range(prompt_len))
-        engine.add(
-            GenerateRequest(request_id=RequestId(str(number)), prompt_token_ids=ids, sampling=sampling)
-        )
-    start = time.perf_counter()
-    first: dict[RequestId, float] = {}
-    last: dict[RequestId, float] = {}
-    late_tokens = 0
-    for chunk in _run(engine):
-        now = time.perf_counter()
-        late_tokens += len(first) == batch
-        first.setdefault(chunk.request_id, now)
-        last[chunk.request_id] = now
-    all_first, end = max(first.values()), max(last.values())
-    gaps = max(1, options.max_tokens - 1)
-    return BenchRow(
-        batch=batch,
-        prompt_tokens=prompt_len,
-        ttft_ms=1e3 * sum(at - start for at in first.values()) / batch,
-        tpot_ms=1e3 * sum(last[key] - first[key] for key in first) / batch / gaps,
-        decode_tokens_per_s=late_tokens / (end - all_first) if end > all_first else 0.0,
-        total_s=end - start,
-    )
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; the model needs something to continue")
+    return text
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class GroupInfo:
     epoch: int  # counts starts under one group_id; 1 in a cluster, where a rebuilt group gets a new id
     role: Role
     model: str
-    model_hash: str
+    model_hash: str  # of config and samples of all tensors: differs between trainings
     dtype: str
     tensor_parallel: int
     vocab_size: int

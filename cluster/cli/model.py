@@ -91,7 +91,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "eos_token_ids": list(checkpoint.eos_token_ids),
         "tied_embeddings": checkpoint.is_tied,
         "tensor_parallel_sizes": legal_tensor_parallel(spec),
-        "model_hash": checkpoint.model_hash,
+        "model_hash": checkpoint.model_hash(),
     }
 
 

@@ -234,10 +234,15 @@ def test_hashes_tell_checkpoints_apart(tmp_path: Path) -> None:
     again = Checkpoint(checkpoints.build(tmp_path / "b", LLAMA, seed=1))
     other_weights = Checkpoint(checkpoints.build(tmp_path / "c", LLAMA, seed=2))
     other_shape = Checkpoint(checkpoints.build(tmp_path / "d", LLAMA, seed=1, vocab_size=130))
-    assert first.model_hash == again.model_hash
+    assert first.model_hash() == again.model_hash()
     assert first.content_hash() == again.content_hash()
     assert first.content_hash() != other_weights.content_hash()
-    assert first.model_hash != other_shape.model_hash
+    assert first.model_hash() != other_weights.model_hash()
+    folder = checkpoints.build(tmp_path / "e", LLAMA, seed=1)
+    norm = "model.norm.weight"
+    rewrite(folder, {norm: load_file(folder / SINGLE_FILE)[norm] + 1})
+    assert first.model_hash() != Checkpoint(folder).model_hash()  # by one small tensor
+    assert first.model_hash() != other_shape.model_hash()
 
 
 def test_links_stay_inside_or_in_the_hub_cache(tmp_path: Path) -> None:
@@ -254,7 +259,7 @@ def test_links_stay_inside_or_in_the_hub_cache(tmp_path: Path) -> None:
     for number, file in enumerate(real.iterdir()):
         (blobs / str(number)).write_bytes(file.read_bytes())
         (snapshot / file.name).symlink_to(Path("..") / ".." / "blobs" / str(number))
-    assert Checkpoint(snapshot).model_hash == Checkpoint(real).model_hash
+    assert Checkpoint(snapshot).model_hash() == Checkpoint(real).model_hash()
 
 
 def test_auto_map_is_ignored_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.models import checkpoints
 from tests.models.toy_tokenizers import byte_tokenizer
+from workers.__main__ import main
 
 TEXT = "ok 🦙 żółć 漢字 👩‍🚀 fin"
 PROMPT = "Say it:"
@@ -45,6 +46,37 @@ def test_generate_streams_whole_characters(scripted: Path, tensor_parallel: str)
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == TEXT + "\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--max-tokens", "0"), "argument --max-tokens: must be at least 1, got 0"),
+        (("--max-tokens", "-1"), "argument --max-tokens: must be at least 1, got -1"),
+        (("--prompt", ""), "argument --prompt: is empty; the model needs something to continue"),
+        (("--top-p", "0"), "argument --top-p: must be above 0 and at most 1, got 0"),
+        (("--temperature", "nan"), "argument --temperature: must be at least 0 and at most 1e+09, got nan"),
+        (("--tp", "0"), "argument --tp: must be at least 1, got 0"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_loads(
+    option: tuple[str, str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "/nowhere", "--prompt", "x", *option])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"python -m workers generate: error: {says}"
+
+
+def test_news_are_on_stderr(scripted: Path) -> None:
+    done = run("generate", str(scripted), "--prompt", PROMPT, "--max-tokens", "3", "--threads", "1")
+    news = [line.partition(" s  ")[2] for line in done.stderr.splitlines()]
+    assert [line for line in news if line and not line.startswith("...")] == [
+        "loading torch and transformers",
+        f"loading {scripted}",
+        "loading the tokenizer",
+        f"ready, {len(byte_tokenizer()(PROMPT)['input_ids'])} prompt tokens",
+    ]
 
 
 def test_faults_are_one_sentence(scripted: Path) -> None:

@@ -121,7 +121,7 @@ class RankModel:
 
     def _model_hash(self) -> str:
         """The checkpoint's, and another for each form of quantized weights: their keys and values differ."""
-        of_checkpoint = self._checkpoint.model_hash
+        of_checkpoint = self._checkpoint.model_hash()
         if self._quantization is Quantization.NONE:
             return of_checkpoint
         return sha256(f"{of_checkpoint} {self._quantization.value}".encode()).hexdigest()
