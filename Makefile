@@ -61,6 +61,10 @@ bench: install  ## tokens a second beside transformers and what bench-peers has 
 bench-peers: install  ## set up llama.cpp, OpenVINO and vLLM for `make bench`, some GB in ~/.cache/tandem/peers
 	$(BIN)/python -m benchmarks.peers.install
 
+.PHONY: bench-http
+bench-http: install  ## the whole path beside the engine alone, and each process's CPU time a token
+	$(BIN)/python -m benchmarks.http
+
 .PHONY: clean
 clean:  ## remove the environment and caches of tools (the model stays in ~/.cache/tandem)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
