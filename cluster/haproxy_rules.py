@@ -9,6 +9,9 @@ Errors that it finds, or that Serve's proxy answers in plain text, have the API'
 - texts inside the binary, for bytes that are no HTTP: HAProxy 2.8 answers those from constants that no option
   reaches. The wrapper runs a copy of the binary in which they are replaced, by texts of the same length.
 
+Serve's own pages under `/-/` (health, routes) are not for clients: 404, as for every unknown path. (Serve
+asks the health of replicas on their own ports.)
+
 Headers: `x-request-id` is the client's when it is harmless, else HAProxy's, and comes back exactly once
 (Serve adds one beside the router's). `x-request-timeout-seconds` is the router's to keep: Serve would end
 such a request with plain text, so it goes on under a name that Serve does not know. A header block of up to
@@ -26,6 +29,7 @@ _BUFFER_BYTES = 64 << 10  # longest header block
 _MAX_HEADERS = 1000
 _RETRY = {"retry-after": "5"}
 
+_NOT_FOUND = ApiError(404, "There is no such route.", code="not_found")
 _NO_APPLICATION = ApiError(503, "The server is starting or stopping.", code="no_application", headers=_RETRY)
 _NO_ROUTER = ApiError(503, "No router can be reached now.", code="no_router", headers=_RETRY)
 _FAILED = ApiError(500, "The server failed on this request.", code="internal_error")
@@ -68,6 +72,7 @@ def sed_script() -> str:
         f"http-request set-header {PASSED_TIMEOUT_HEADER} %[req.fhdr({TIMEOUT_HEADER})] "
         f"if {{ req.fhdr({TIMEOUT_HEADER}) -m found }}",
         f"http-request del-header {TIMEOUT_HEADER}",
+        f"http-request return {_reply(_NOT_FOUND)} if {{ path,url_dec -m beg -i /-/ }}",
     ]
     from_serve = [
         f"http-response return {_reply(error)} if {{ status {status} }} {_PLAIN}"

@@ -23,16 +23,14 @@ from router.auth import Caller, load_api_keys
 from router.build import new_random
 from router.errors import INVALID_REQUEST, ApiError, invalid, quoted
 from router.gate import Gate, count_error
-from router.json_body import ClientLeft, parse_object, read_body
+from router.json_body import parse_object, read_body
 from router.leaving import EventStream, StreamLimits, unless_left
-from router.metrics import DISCONNECTS
 from router.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.service import Service
 from router.settings import PASSED_TIMEOUT_HEADER, TIMEOUT_HEADER, RouterSettings
 from router.telemetry import Telemetry
 from router.work import Work
 
-_CLIENT_CLOSED_STATUS = 499  # nobody reads it; access logs do
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -77,13 +75,8 @@ def create_app(
         assert isinstance(error, ApiError)
         return routes.refuse(error)
 
-    async def on_left(_: Request, __: Exception) -> Response:
-        routes.count_left()
-        return Response(status_code=_CLIENT_CLOSED_STATUS)
-
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(ClientLeft, on_left)
     _post(app, "/v1/chat/completions", routes.chat, ChatRequest)
     _post(app, "/v1/completions", routes.completions, CompletionRequest)
     _post(app, "/tokenize", routes.tokenize, TokenizeRequest)
@@ -178,10 +171,6 @@ class _Routes:
             error.body(), status_code=error.status, headers=error.headers, media_type="application/json"
         )
 
-    def count_left(self) -> None:
-        """A client has left before its answer was complete."""
-        self._service.metrics.count(DISCONNECTS)
-
     async def _body(self, request: Request) -> dict[str, Any]:
         raw = await read_body(
             request.receive,
@@ -221,7 +210,6 @@ class _Routes:
             clock=time.monotonic,
             refuse=self.refuse,
             on_error=lambda error: count_error(self._service.metrics, error),
-            on_left=self.count_left,
         )
 
 

@@ -1,12 +1,13 @@
 """What every HTTP request passes before any route: the ASGI layer around the application.
 
 Default deny: with API keys configured, every path but /health needs one, known or not. The decision reads
-`scope["path"]`, never a URL built from headers. Also here: request ids, header limits, CORS, and the last
-resort for errors, so that every answer has the one error shape.
+`scope["path"]`, never a URL built from headers. Also here: request ids, header limits, CORS, clients that
+left, and the last resort for errors, so that every answer has the one error shape.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -27,6 +28,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
 
 _INTERNAL_PREFIX = b"x-tandem-"  # nothing of tenant, priority or placement is settable from outside
+_CLIENT_CLOSED_STATUS = 499  # nobody reads it; access logs do
 _OPEN_PATHS = frozenset({"/health"})
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(rb"[A-Za-z0-9._~-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
@@ -97,6 +99,13 @@ class Gate:
         except ApiError as error:
             count_error(self._metrics, error)
             await _respond(send_with_headers, error.status, error.body(), error_headers(error))
+        except asyncio.CancelledError:  # what Serve does with a request whose client has left
+            self._metrics.count(DISCONNECTS)
+            raise
+        except ClientLeft:
+            self._metrics.count(DISCONNECTS)
+            if not has_started:
+                await _respond(send_with_headers, _CLIENT_CLOSED_STATUS, b"", [])
         except Exception:
             if has_left:
                 self._metrics.count(DISCONNECTS)

@@ -71,7 +71,6 @@ class EventStream(Response):
         clock: Callable[[], float],
         refuse: Callable[[ApiError], Response],
         on_error: Callable[[ApiError], None],
-        on_left: Callable[[], None],
     ) -> None:
         """`refuse` makes the answer of an error before the first event, `on_error` hears of one after it."""
         self.status_code = 200
@@ -82,17 +81,16 @@ class EventStream(Response):
         self._clock = clock
         self._refuse = refuse
         self._on_error = on_error
-        self._on_left = on_left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """ASGI. Raises ClientLeft."""
         wire = _Wire(send, self._clock, self._limits.send_s)
         producer = asyncio.create_task(self._produce(wire))
         gone = asyncio.create_task(_left(receive))
         try:
             await self._watch(wire, producer, gone)
         except ClientLeft:
-            self._on_left()
+            raise
         except Exception as error:
             await end_tasks(producer)  # nothing more may be sent beside the error
             shown = error if isinstance(error, ApiError) else internal_error()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, cast
 
 import ray
@@ -51,13 +51,13 @@ class RankSet:
                 ),
             )
             self._actors.append(options.remote(self._start, rank))
-        self._places = tuple(await self._all([actor.place.remote() for actor in self._actors]))
+        self._places = tuple(await all_ranks([actor.place.remote() for actor in self._actors]))
         return self._places
 
     async def load(self) -> LoadedGroup:
         """Let all ranks load at once. Raises RankLost with the words of the rank that cannot."""
         rendezvous = self._actors[0].open.remote()  # passed on as it is: the front need not know what it says
-        loaded = await self._all([actor.load.remote(rendezvous) for actor in self._actors])
+        loaded = await all_ranks([actor.load.remote(rendezvous) for actor in self._actors])
         self._runs = [asyncio.create_task(self._run(rank)) for rank in range(len(self._actors))]
         return cast(LoadedGroup, loaded[0])
 
@@ -110,23 +110,6 @@ class RankSet:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    async def _all(self, calls: Sequence[Any]) -> list[Any]:
-        """Results of one call a rank; the first error ends the wait."""
-        tasks = [asyncio.create_task(_answer(rank, call)) for rank, call in enumerate(calls)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except RankLost as error:
-            # The others fail because of the first; give the one that knows the cause a moment to say it.
-            await asyncio.wait(tasks, timeout=_CAUSE_WAIT_S)
-            faults = [task.exception() for task in tasks if task.done()]
-            cause = next((fault for fault in faults if isinstance(fault, _RankFault)), error)
-            if cause is error:
-                raise
-            raise cause from error
-        finally:
-            for task in tasks:
-                task.cancel()
-
     async def _run(self, rank: int) -> str:
         try:
             reason = await self._actors[rank].run.remote()
@@ -137,11 +120,29 @@ class RankSet:
         return str(reason) or f"rank {rank} ended"
 
 
+async def all_ranks(calls: Sequence[Awaitable[Any]], *, cause_wait_s: float = _CAUSE_WAIT_S) -> list[Any]:
+    """Results of one call a rank. Raises RankLost at the first error, in the words of a rank that is alive
+    when one speaks within `cause_wait_s`: the others fail because of what it has seen."""
+    tasks = [asyncio.create_task(_answer(rank, call)) for rank, call in enumerate(calls)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except RankLost as error:
+        await asyncio.wait(tasks, timeout=cause_wait_s)
+        faults = [task.exception() for task in tasks if task.done()]
+        cause = next((fault for fault in faults if isinstance(fault, _RankFault)), error)
+        if cause is error:
+            raise
+        raise cause from error
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 class _RankFault(RankLost):
     """A rank that is alive and says what is wrong."""
 
 
-async def _answer(rank: int, call: Any) -> Any:
+async def _answer(rank: int, call: Awaitable[Any]) -> Any:
     try:
         return await call
     except RayActorError as error:

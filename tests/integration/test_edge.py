@@ -49,6 +49,8 @@ def ask(server: Serving, *parts: bytes) -> tuple[int, list[tuple[str, str]], byt
         ((GET, b"X: " + b"a" * 60_000 + b"\r\n\r\n"), 431, "headers_too_large"),
         ((GET,), 408, "request_timeout"),
         ((GET.replace(b"models", b"none"), b"\r\n"), 404, "not_found"),
+        ((GET.replace(b"v1/models", b"-/routes"), b"\r\n"), 404, "not_found"),
+        ((GET.replace(b"v1/models", b"-/healthz"), b"\r\n"), 404, "not_found"),
     ],
 )
 def test_every_refusal_has_the_one_shape(

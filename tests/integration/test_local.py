@@ -144,6 +144,8 @@ def test_routers_and_fronts_are_small_and_without_torch(server: Serving) -> None
 def test_a_client_that_leaves_is_forgotten_at_once(server: Serving, num_choices: int) -> None:
     body = {"model": server.model, "prompt": "Tell a long story.", "max_tokens": 4000, "ignore_eos": True}
     body |= {"n": num_choices, "temperature": 1.0}
+    counter = "tandem_client_disconnects_total"
+    num_left = server.counts()[counter]
 
     def leave() -> None:
         with pytest.raises(httpx.TimeoutException):
@@ -160,6 +162,12 @@ def test_a_client_that_leaves_is_forgotten_at_once(server: Serving, num_choices:
 
     wait_for(is_idle, 5.0, "the engine still works for clients that left")
     assert time.monotonic() - left < 5.0
+    wait_for(
+        lambda: server.counts()[counter] >= num_left + 5,
+        5.0,
+        "not all who left are counted",
+    )
+    assert server.counts()[counter] == num_left + 5
     answer = server.post("/v1/completions", {"model": server.model, "prompt": "Hi", "max_tokens": 1})
     assert answer.status_code == 200
 

@@ -67,7 +67,8 @@ def test_statistics_listen_on_loopback(wrapped: tuple[Path, Path]) -> None:
 
 
 def test_without_an_application_the_server_is_unavailable(wrapped: tuple[Path, Path]) -> None:
-    (answer,) = [line for line in check(*wrapped).splitlines() if "http-request return" in line]
+    closed, answer = [line for line in check(*wrapped).splitlines() if "http-request return" in line]
+    assert closed.endswith("if { path,url_dec -m beg -i /-/ }")
     assert answer.startswith("    http-request return status 503 content-type application/json string ")
     assert r"\"code\": \"no_application\"" in answer
 
@@ -191,6 +192,13 @@ def test_without_a_router_it_is_unavailable(running: int) -> None:
     assert (status, json.loads(body)["error"]["code"]) == (503, "no_router")
     assert json.loads(body)["error"]["type"] == "service_unavailable_error"
     assert ("retry-after", "5") in headers
+    assert [len(value) for name, value in headers if name == "x-request-id"] == [36]
+
+
+@pytest.mark.parametrize("path", ["-/routes", "-/healthz", "-/Routes", "%2d/routes", "-%2Fhealthz"])
+def test_serves_own_pages_are_closed(running: int, path: str) -> None:
+    status, headers, body = ask(running, f"GET /{path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
     assert [len(value) for name, value in headers if name == "x-request-id"] == [36]
 
 

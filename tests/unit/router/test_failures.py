@@ -332,3 +332,41 @@ def test_a_connection_that_breaks_while_writing_is_no_fault_of_ours(
     assert metrics.value(DISCONNECTS) == (0 if num_taken == 2 and not stream else 1)
     assert (router.service.admission.num_inflight, router.dispatcher.num_open) == (0, 0)
     assert "failed" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cancelled_request_is_a_client_that_left(stream: bool) -> None:
+    """Serve cancels a request in the moment in which it hears that the client has gone."""
+    router = stack(FakeDispatcher(gate=asyncio.Semaphore(2)))
+    body = json.dumps({"prompt": "a", "stream": stream}).encode()
+    received = [{"type": "http.request", "body": body}]
+    has_gone = asyncio.Event()
+
+    async def receive() -> Any:
+        if not received:
+            await has_gone.wait()
+            return {"type": "http.disconnect"}
+        return received.pop()
+
+    async def send(_: Any) -> None: ...
+
+    async def run() -> None:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": COMPLETIONS,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        task = asyncio.ensure_future(router.app(scope, receive, send))
+        while not router.dispatcher.num_open:  # noqa: ASYNC110 (a state of the fake)
+            await asyncio.sleep(0.01)
+        has_gone.set()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    metrics = router.service.metrics
+    assert (metrics.value(DISCONNECTS), metrics.value(REQUESTS, "aborted")) == (1, 1)
+    assert (router.service.admission.num_inflight, router.dispatcher.num_open) == (0, 0)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from router.answers import KEEP_ALIVE
 from router.errors import ApiError
+from router.json_body import ClientLeft
 from router.leaving import EventStream, StreamLimits
 
 
@@ -59,18 +60,17 @@ def run(client: Client, events: Events, **limits: float) -> None:
     def refuse(_: ApiError) -> Response:
         raise AssertionError("the stream has begun")
 
-    def leave() -> None:
-        client.num_left += 1
-
     stream = EventStream(
         events(),
         limits=StreamLimits(**{"keep_alive_s": 0.04, "send_s": 0.1, "max_s": 60.0, **limits}),
         clock=time.monotonic,
         refuse=refuse,
         on_error=client.errors.append,
-        on_left=leave,
     )
-    asyncio.run(asyncio.wait_for(stream({"type": "http"}, client.receive, client.send), 10))
+    try:
+        asyncio.run(asyncio.wait_for(stream({"type": "http"}, client.receive, client.send), 10))
+    except ClientLeft:
+        client.num_left += 1
     assert events.is_closed
 
 

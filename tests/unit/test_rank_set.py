@@ -1,0 +1,60 @@
+"""Whose words are told when ranks fail together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayError
+
+from workers.rank_set import RankLost, all_ranks
+
+
+async def says(value: Any, *, after_s: float = 0.0) -> Any:
+    await asyncio.sleep(after_s)
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def failure_of(*calls: Awaitable[Any], wait_s: float) -> tuple[str, float]:
+    """The message, and seconds until it came."""
+
+    async def run() -> None:
+        await all_ranks(calls, cause_wait_s=wait_s)
+
+    began_at = time.monotonic()
+    with pytest.raises(RankLost) as caught:
+        asyncio.run(run())
+    return str(caught.value), time.monotonic() - began_at
+
+
+def test_all_results_in_order_of_ranks() -> None:
+    async def run() -> list[Any]:
+        return await all_ranks([says("a", after_s=0.02), says("b")])
+
+    assert asyncio.run(run()) == ["a", "b"]
+
+
+def test_a_rank_that_goes_on_is_not_waited_for_longer_than_the_time() -> None:
+    calls = (says("loaded", after_s=60.0), says(RayError("no memory")))
+    message, seconds = failure_of(*calls, wait_s=0.3)
+    assert message == "rank 1: no memory"
+    assert 0.3 <= seconds < 10.0
+
+
+def test_the_words_of_a_living_rank_come_before_the_silence_of_a_dead_one() -> None:
+    calls = (says(RayError("rank 1 is not there"), after_s=0.1), says(ActorDiedError()))
+    message, seconds = failure_of(*calls, wait_s=20.0)
+    assert message == "rank 0: rank 1 is not there"
+    assert seconds < 10.0  # all have spoken: no reason to wait on
+
+
+def test_words_that_come_too_late_are_not_heard() -> None:
+    calls = (says(RayError("late"), after_s=60.0), says(ActorDiedError()))
+    message, seconds = failure_of(*calls, wait_s=0.1)
+    assert message.startswith("the process of rank 1 is gone: ")
+    assert seconds < 10.0
