@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import pytest
@@ -170,6 +171,27 @@ def test_a_client_that_leaves_is_forgotten_at_once(server: Serving, num_choices:
     assert server.counts()[counter] == num_left + 5
     answer = server.post("/v1/completions", {"model": server.model, "prompt": "Hi", "max_tokens": 1})
     assert answer.status_code == 200
+
+
+def test_a_placement_is_explained(server: Serving) -> None:
+    """By the router replica that made it; the other one says that it does not know."""
+    body = {"model": server.model, "prompt": ["Hello", "Bye"], "max_tokens": 1}
+    path = f"/explain/{server.post('/v1/completions', body).json()['id']}"
+    answers: dict[int, Any] = {}
+
+    def both_have_answered() -> bool:
+        answer = server.get(path)
+        answers[answer.status_code] = answer.json()
+        return len(answers) == 2
+
+    wait_for(both_have_answered, 10.0, "only one replica answers")
+    assert answers[404]["error"]["code"] == "unknown_request"
+    (group,) = server.groups()
+    assert [prompt["taken_by"] for prompt in answers[200]["prompts"]] == [group["group"]] * 2
+    for prompt in answers[200]["prompts"]:
+        (choice,) = prompt["ranked"]
+        assert choice["group"] == group["group"]
+        assert choice["cost_ms"] == pytest.approx(sum(choice["terms_ms"].values()))
 
 
 def test_nothing_but_the_ingress_serves_strangers(server: Serving) -> None:
