@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import sys
 import time
@@ -191,6 +192,7 @@ class Person:
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
             os.environ["HOME"] = str(home)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
             program = "from cluster.cli import main; main()"
             os.execv(sys.executable, [sys.executable, "-c", program, "chat", "--url", url])
 
@@ -201,7 +203,9 @@ class Person:
         """Read until the text has come; it is then forgotten with all before it."""
         deadline = time.monotonic() + 60
         while text not in self.seen:
-            assert time.monotonic() < deadline, f"{text!r} did not come, only {self.seen!r}"
+            left_s = max(0.0, deadline - time.monotonic())
+            is_readable = bool(select.select([self._terminal], [], [], left_s)[0])
+            assert is_readable, f"{text!r} did not come, only {self.seen!r}"
             self.seen += os.read(self._terminal, 4096).decode()
         self.seen = self.seen.partition(text)[2]
 

@@ -1,6 +1,7 @@
-// All layers of a step in one call: the operators of rows.h, gemm.h and attend.h by one team, a barrier between
-// them; and what several ranks add up, in shared memory. For models with RMS norms and a gated SiLU MLP. Every intermediate is rounded to bf16 where the
-// operators called one by one would round it, so both ways give the same bits.
+// All layers of a step in one call: the operators of rows.h, linear.h and attend.h by one team, a barrier between
+// them; what several ranks add up goes through shared memory. For models with RMS norms and a gated SiLU MLP. Every
+// intermediate is rounded to bf16 where the operators called one by one would round it, so both ways give the same
+// bits.
 #pragma once
 #ifdef __AVX512BF16__
 #include <omp.h>
