@@ -27,58 +27,41 @@ def _percentiles(title: str, description: str, name: str) -> Panel:
     return Panel(title=title, description=description, unit="s", queries=queries)
 
 
+def _stat(title: str, description: str, unit: str, expression: str) -> Panel:
+    query = Query(expression)
+    return Panel(title=title, description=description, unit=unit, queries=(query,), kind="stat", width=4)
+
+
 _ERRORS = f"({_sum_rate('client_errors_total')} + {_sum_rate('server_errors_total')})"
 # Shares of nothing are left out (> 0): idle times show as gaps.
 _CACHED_SHARE = f"{_sum_rate('cached_prompt_tokens_total')} / ({_sum_rate('prompt_tokens_total')} > 0)"
 
 _NOW = (
-    Panel(
-        title="Groups that answer",
-        description="Worker groups from which a token has come in their present start.",
-        unit="short",
-        queries=(Query(f"sum(tandem_engine_up{_OF})"),),
-        kind="stat",
-        width=4,
+    _stat(
+        "Groups that answer",
+        "Worker groups from which a token has come in their present start.",
+        "short",
+        f"sum(tandem_engine_up{_OF})",
     ),
-    Panel(
-        title="Requests",
-        description="Admitted requests that ended, a second.",
-        unit="reqps",
-        queries=(Query(_sum_rate("requests_total")),),
-        kind="stat",
-        width=4,
+    _stat("Requests", "Admitted requests that ended, a second.", "reqps", _sum_rate("requests_total")),
+    _stat(
+        "Errors",
+        "4xx and 5xx answers, as a share of these and of what was admitted.",
+        "percentunit",
+        f"{_ERRORS} / ({_ERRORS} + {_sum_rate('requests_total')} > 0)",
     ),
-    Panel(
-        title="Errors",
-        description="4xx and 5xx answers, as a share of these and of what was admitted.",
-        unit="percentunit",
-        queries=(Query(f"{_ERRORS} / ({_ERRORS} + {_sum_rate('requests_total')} > 0)"),),
-        kind="stat",
-        width=4,
+    _stat("Output", "Tokens delivered, a second.", "short", _sum_rate("generation_tokens_total")),
+    _stat(
+        "First token, p95",
+        "From a request's arrival to its first token, with the time it waited.",
+        "s",
+        _quantile(0.95, "ttft_seconds"),
     ),
-    Panel(
-        title="Output",
-        description="Tokens delivered, a second.",
-        unit="short",
-        queries=(Query(_sum_rate("generation_tokens_total")),),
-        kind="stat",
-        width=4,
-    ),
-    Panel(
-        title="First token, p95",
-        description="From a request's arrival to its first token, with the time it waited.",
-        unit="s",
-        queries=(Query(_quantile(0.95, "ttft_seconds")),),
-        kind="stat",
-        width=4,
-    ),
-    Panel(
-        title="Prompt from cache",
-        description="Share of prompt tokens that a group had computed before.",
-        unit="percentunit",
-        queries=(Query(_CACHED_SHARE),),
-        kind="stat",
-        width=4,
+    _stat(
+        "Prompt from cache",
+        "Share of prompt tokens that a group had computed before.",
+        "percentunit",
+        _CACHED_SHARE,
     ),
 )
 

@@ -22,6 +22,8 @@ from router.dispatch import GroupState
 from router.service import Service
 from router.settings import RouterSettings
 from router.tokenizer import TextTokenizer
+from tests.models.checkpoints import successor
+from tests.models.toy_tokenizers import byte_tokenizer
 from tests.unit.router.client import CHAT, COMPLETIONS, call, events, streamed_text
 from tests.unit.router.fakes import Stack
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
@@ -249,3 +251,13 @@ def serving(
             yield Serving(service, dispatcher, engine, tokenizer, info, Stack(app, service, dispatcher))
         finally:
             service.close()
+
+
+def endless_letters(folder: Path) -> Path:
+    """A checkpoint that says a, b ... z, a ... for ever."""
+    tokenizer = byte_tokenizer()
+    perm = list(range(len(tokenizer)))
+    first, last = tokenizer("a").input_ids[0], tokenizer("z").input_ids[0]
+    for id in range(first, last + 1):
+        perm[id] = id + 1 if id < last else first
+    return successor(folder, perm, tokenizer=tokenizer, max_position_embeddings=32_768)

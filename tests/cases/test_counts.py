@@ -21,9 +21,7 @@ from router.service import Service
 from router.settings import RouterSettings
 from router.telemetry import Telemetry
 from router.tokenizer import TextTokenizer
-from tests.cases.serving import COMPLETIONS, MODEL, LocalDispatcher, running_engine
-from tests.models.checkpoints import successor
-from tests.models.toy_tokenizers import byte_tokenizer
+from tests.cases.serving import COMPLETIONS, MODEL, LocalDispatcher, endless_letters, running_engine
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
 from tests.unit.router.test_metrics import samples
@@ -133,12 +131,7 @@ async def listening(app: Any) -> AsyncIterator[str]:
 @pytest.fixture
 def replicas(tmp_path: Path) -> Iterator[Replicas]:
     """Both engines say d, e, f ... z, a ... after "abc", for ever; one request at a time each."""
-    tokenizer = byte_tokenizer()
-    perm = list(range(len(tokenizer)))
-    first, last = tokenizer("a").input_ids[0], tokenizer("z").input_ids[0]
-    for id in range(first, last + 1):
-        perm[id] = id + 1 if id < last else first
-    folder = successor(tmp_path, perm, tokenizer=tokenizer, max_position_embeddings=32_768)
+    folder = endless_letters(tmp_path)
     with engine(folder, "g1") as one, engine(folder, "g2") as two:
         yield Replicas([one, two], folder)
 

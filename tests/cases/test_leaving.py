@@ -10,9 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cases.serving import COMPLETIONS, Serving, serving
-from tests.models.checkpoints import successor
-from tests.models.toy_tokenizers import byte_tokenizer
+from tests.cases.serving import COMPLETIONS, Serving, endless_letters, serving
 from tests.unit.router.client import server, wait_until
 from tests.unit.router.test_metrics import only
 
@@ -22,12 +20,7 @@ LONG = {"prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
 @pytest.fixture
 def endless(tmp_path: Path) -> Iterator[Serving]:
     """Says z, then a, then b ... for ever; one request at a time, the others wait."""
-    tokenizer = byte_tokenizer()
-    perm = list(range(len(tokenizer)))
-    first, last = tokenizer("a").input_ids[0], tokenizer("z").input_ids[0]
-    for id in range(first, last + 1):
-        perm[id] = id + 1 if id < last else first
-    folder = successor(tmp_path, perm, tokenizer=tokenizer, max_position_embeddings=32_768)
+    folder = endless_letters(tmp_path)
     with serving(folder, max_running=1, num_blocks=2049) as running:
         yield running
 

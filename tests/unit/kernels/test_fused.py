@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -28,15 +27,6 @@ from workers.kernels.native import CpuKernels
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS = 96, 6, 2, 24, 200, 300, 3
 BLOCK_SIZE, NUM_BLOCKS = 8, 60
 needs_fused_step = pytest.mark.skipif(not HAS_AVX512_BF16, reason="one call a step needs AVX512-BF16")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(

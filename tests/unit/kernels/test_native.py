@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -24,15 +24,6 @@ MIXES = [
     [(0, 40), (129, 1), (30, 17), (0, 1)],
     [(100, 70)],
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[(march, dtype) for march in MARCHES for dtype in DTYPES], ids=str)

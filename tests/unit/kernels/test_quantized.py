@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -19,15 +17,6 @@ FORMS = [Quantization.INT8, Quantization.INT4]
 SHAPES = [(16, 32), (64, 64), (1, 2), (200, 96), (65, 34), (576, 1536), (130, 250)]  # (out, in)
 CPU = torch.device("cpu")
 needs_packed = pytest.mark.skipif(not HAS_AVX512_BF16, reason="packed products need AVX512-BF16")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_weight(out_features: int, in_features: int) -> torch.Tensor:
