@@ -64,6 +64,7 @@ bench-peers: install  ## set up llama.cpp, OpenVINO and vLLM for `make bench`, s
 .PHONY: bench-http
 bench-http: install  ## the whole path beside the engine alone, and each process's CPU time a token
 	$(BIN)/python -m benchmarks.http
+	$(BIN)/python -m benchmarks.paced
 
 .PHONY: clean
 clean:  ## remove the environment and caches of tools (the model stays in ~/.cache/tandem)
