@@ -94,11 +94,8 @@ class ModelSpec:
         return self.rotary is None or self.rotary.kind is not RotaryKind.DYNAMIC
 
     def kv_heads_of_rank(self, rank: int, tensor_parallel: int) -> range:
-        """KV heads that a rank holds: an even share, or one copy when ranks outnumber the heads."""
-        if tensor_parallel <= self.num_kv_heads:
-            return share(self.num_kv_heads, rank, tensor_parallel)
-        head = rank * self.num_kv_heads // tensor_parallel
-        return range(head, head + 1)
+        """KV heads that a rank holds."""
+        return kv_heads_of_rank(self.num_kv_heads, rank, tensor_parallel)
 
     def q_heads_of_rank(self, rank: int, tensor_parallel: int) -> range:
         """Query heads that a rank computes; all of them read KV heads of the same rank."""
@@ -115,6 +112,14 @@ class ModelSpec:
     def vocab_of_rank(self, rank: int, tensor_parallel: int) -> range:
         """Rows of the embedding and of the head that a rank holds."""
         return share(self.vocab_size, rank, tensor_parallel)
+
+
+def kv_heads_of_rank(num_kv_heads: int, rank: int, tensor_parallel: int) -> range:
+    """KV heads that a rank holds: an even share, or one copy when ranks outnumber the heads."""
+    if tensor_parallel <= num_kv_heads:
+        return share(num_kv_heads, rank, tensor_parallel)
+    head = rank * num_kv_heads // tensor_parallel
+    return range(head, head + 1)
 
 
 def share(total: int, rank: int, size: int) -> range:
