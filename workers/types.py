@@ -55,6 +55,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVSource:
+    """A group whose cached blocks are worth reading, and where its rank 0 listens."""
+
+    group_id: GroupId
+    host: str
+    port: int
+    # Of the request by which the source computes the prompt just now; None: it has the blocks or has not.
+    transfer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOffer:
+    """A block that another group may read, valid as long as its generation there stays the same."""
+
+    index: int  # into the hashes that the reader asked for
+    block: int  # in the owner's pool
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A tokenized prompt to continue, as the router sends it to a group."""
 
@@ -64,6 +84,9 @@ class GenerateRequest:
     num_choices: int = 1
     cache_salt: str = ""  # tenant separation of the prefix cache
     priority: int = 0  # lower goes first
+    kv_source: KVSource | None = None  # read what this group lacks of the prompt's blocks from there
+    # 32 hex digits: readers that name them wait for the blocks of this request.
+    transfer_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +167,7 @@ class GroupStats:
     running_tokens: int = 0  # context tokens of running requests
     free_blocks: int = 0  # never used or evicted
     cached_blocks: int = 0  # reusable by hash, evictable
-    active_blocks: int = 0  # held by requests
+    active_blocks: int = 0  # held by requests, and by what is read from or by other groups
     num_steps: int = 0
     step_seconds: float = 0.0  # moving mean
     prompt_tokens_total: int = 0  # of admitted requests
@@ -155,6 +178,17 @@ class GroupStats:
     finished_length_total: int = 0
     finished_error_total: int = 0
     cancelled_total: int = 0
+    # KV blocks read from other groups (fetches), and read by them (leases).
+    kv_fetches_total: int = 0  # begun
+    kv_fetched_tokens_total: int = 0  # of blocks that arrived whole
+    kv_fetches_incomplete_total: int = 0  # the source had fewer blocks
+    kv_fetches_lost_total: int = 0  # no connection to the source, or it refused
+    kv_fetches_stalled_total: int = 0  # no progress for too long
+    kv_fetches_void_total: int = 0  # blocks changed or broke on the way
+    kv_fetches_no_memory_total: int = 0  # given up for requests that run
+    kv_transferring_blocks: int = 0  # being written by a transfer now
+    kv_leases: int = 0  # readers of this group's blocks now
+    kv_leases_expired_total: int = 0  # of readers that were not heard of any more
 
 
 class BlockEventKind(Enum):

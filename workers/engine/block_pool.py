@@ -13,12 +13,16 @@ A block is in one of three places:
 A hash names one block. A sequence that computes what another block already holds keeps its duplicate,
 unhashed, until its request ends: block tables only grow. All operations on one block are O(1).
 
+A block's generation counts up before its content may change. Whoever reads blocks without holding them, as
+other groups do, compares it before and after (a seqlock): equal means that the bytes belong together.
+
 Every change of the hash index is published as a numbered event, so that a reader who applies them in order
 knows exactly which hashes are here.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -33,6 +37,8 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a KV pool of {num_blocks} blocks holds nothing; at least 1 is needed")
         self._num_blocks = num_blocks
+        # (num_blocks,) int64. Written here only; read by anybody through the buffer protocol, in any thread.
+        self.generations = array("q", bytes(8 * num_blocks))
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._index: dict[BlockHash, int] = {}
@@ -84,6 +90,7 @@ class BlockPool:
             self._drop_hash(block)
         assert self._refs[block] == 0, f"block {block} was given out with {self._refs[block]} owners"
         self._refs[block] = 1
+        self.generations[block] += 1
         return block
 
     def share(self, block: int) -> None:
@@ -122,7 +129,9 @@ class BlockPool:
         return True
 
     def forget(self, block: int) -> None:
-        """Makes a block unfindable: its content is not to be trusted. Owners keep it."""
+        """Makes a block unfindable: its content is not to be trusted, by readers elsewhere neither. Owners
+        keep it."""
+        self.generations[block] += 1
         if self._hashes[block] is None:
             return
         self._drop_hash(block)

@@ -10,10 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from workers.hashing import BlockHash, block_hashes
-from workers.types import GenerateRequest, RequestRefused, SamplingParams
+from workers.types import GenerateRequest, KVSource, RequestRefused, SamplingParams
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+_MAX_NAME_LENGTH = 255  # of a host or a group
+_TRANSFER_ID_LENGTH = 32
+_HEX_DIGITS = frozenset("0123456789abcdef")
 _INT64 = 1 << 63
 _LARGEST = 1e9  # of a temperature or penalty that has no other bound
 
@@ -75,6 +78,7 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
     _check_int("priority", request.priority, -_INT64, _INT64 - 1)
     if not isinstance(request.cache_salt, str):
         raise _refused("cache_salt", request.cache_salt, "text")
+    _check_transfer(request)
     _check_sampling(request.sampling, limits)
     prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
     if prompt + new > limits.max_model_len:
@@ -84,6 +88,31 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
             code="context_length_exceeded",
             param="max_tokens" if prompt < limits.max_model_len else "prompt",
         )
+
+
+def is_transfer_id(value: object) -> bool:
+    """Whether it names a transfer: 128 bits as 32 lower-case hex digits."""
+    return isinstance(value, str) and len(value) == _TRANSFER_ID_LENGTH and set(value) <= _HEX_DIGITS
+
+
+def _check_transfer(request: GenerateRequest) -> None:
+    _check_transfer_id("transfer_id", request.transfer_id)
+    source = request.kv_source
+    if source is None:
+        return
+    if not isinstance(source, KVSource):
+        raise _refused("kv_source", source, "a group to read from")
+    for param, name in (("kv_source.group_id", source.group_id), ("kv_source.host", source.host)):
+        # isprintable is False for line ends and other controls, which have no place in a log either.
+        if not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable()):
+            raise _refused(param, name, f"1 to {_MAX_NAME_LENGTH} printable characters")
+    _check_int("kv_source.port", source.port, 1, 65_535)
+    _check_transfer_id("kv_source.transfer_id", source.transfer_id)
+
+
+def _check_transfer_id(param: str, value: object) -> None:
+    if value is not None and not is_transfer_id(value):
+        raise _refused(param, value, f"{_TRANSFER_ID_LENGTH} lower-case hex digits")
 
 
 def _check_prompt(token_ids: tuple[int, ...], limits: EngineLimits) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,9 @@ from workers.types import (
     BlockEventKind,
     FinishReason,
     GenerateRequest,
+    GroupId,
     GroupStats,
+    KVSource,
     RequestId,
     SamplingParams,
     TokenChunk,
@@ -39,6 +42,7 @@ from workers.wire import (
     Submit,
     Welcome,
     WireError,
+    decode,
     encode,
     hello_mac,
     is_same_mac,
@@ -59,6 +63,8 @@ FULL_REQUEST = GenerateRequest(
     num_choices=2,
     cache_salt="tenant é",
     priority=-3,
+    kv_source=KVSource(group_id=GroupId("g1"), host="10.0.0.7", port=40_123, transfer_id="0f" * 16),
+    transfer_id="a7" * 16,
 )
 FULL_CHUNK = TokenChunk(
     request_id=RequestId("r1"),
@@ -98,6 +104,39 @@ def test_frame_layout() -> None:
     # Golden: routers and groups of two builds talk to each other during a rolling update.
     assert encode(Abort(request_id=RequestId("r1"))) == b"\x10\x00\x00\x00\x0a\x81\xaarequest_id\xa2r1"
     assert encode(Ping()) == b"\x02\x00\x00\x00\x0b\x80"
+
+
+def test_a_request_of_a_router_that_knows_no_transfers_is_understood() -> None:
+    body = msgspec.to_builtins(Submit(client_id="router", request=request("r1", range(3))))
+    del body["request"]["kv_source"], body["request"]["transfer_id"]
+    assert decode(7, msgspec.msgpack.encode(body)) == Submit(
+        client_id="router", request=request("r1", range(3))
+    )
+
+
+@given(
+    source=st.fixed_dictionaries(
+        {},
+        optional={
+            "group_id": st.text(max_size=3) | st.integers(),
+            "host": st.text(max_size=3) | st.none(),
+            "port": st.integers(-(2**70), 2**70) | st.floats(),
+            "transfer_id": st.text(max_size=3) | st.binary(max_size=3) | st.none(),
+        },
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_a_source_of_odd_values_is_read_as_it_is_or_a_wire_error(source: dict[str, object]) -> None:
+    body = msgspec.to_builtins(Submit(client_id="router", request=request("r1", range(3))))
+    body["request"]["kv_source"] = source
+    try:
+        data = msgspec.msgpack.encode(body)
+    except OverflowError:  # more than 64 bits cannot be sent at all
+        return
+    with suppress(WireError):
+        message = decode(7, data)
+        assert isinstance(message, Submit)
+        assert isinstance(message.request.kv_source, KVSource)
 
 
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=200))

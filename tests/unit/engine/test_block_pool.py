@@ -150,6 +150,26 @@ def test_check_integrity_sees_an_owner_that_the_pool_does_not_know() -> None:
         pool.check_integrity([[block, block]])
 
 
+def test_a_generation_counts_up_whenever_the_content_may_change() -> None:
+    pool = BlockPool(2)
+    table = _sealed_table(pool, "ab")
+    assert memoryview(pool.generations).cast("B").cast("q").tolist() == [
+        1,
+        1,
+    ]  # as a reader elsewhere sees it
+    pool.free_table(table)
+    pool.share(0)
+    pool.free(0)
+    assert list(pool.generations) == [1, 1]
+    assert pool.allocate() == 1
+    assert list(pool.generations) == [1, 2]
+    pool.forget(0)  # its values are not numbers
+    assert list(pool.generations) == [2, 2]
+    pool.free(1)
+    assert sorted(pool.allocate() for _ in range(2)) == [0, 1]
+    assert list(pool.generations) == [3, 3]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Owners take, share, seal and free; the event log must always say what the index says."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.engine.toy import VOCAB, make_request, numbers
 from workers.engine.request import EngineLimits, validate
-from workers.types import RequestRefused
+from workers.types import GroupId, KVSource, RequestRefused
 
 LIMITS = EngineLimits(vocab_size=VOCAB, max_model_len=64, eos_token_ids=(2, 3))
 GOOD = make_request("r", numbers(8), 4)
@@ -89,6 +89,40 @@ def test_refuses_sampling(field: str, value: object, param: str) -> None:
 def test_refuses_request(field: str, value: object, param: str) -> None:
     refused = _refusal({field: value}, {})
     assert (refused.code, refused.param) == ("invalid_value", param)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"group_id": ""}, "kv_source.group_id"),
+        ({"group_id": 7}, "kv_source.group_id"),
+        ({"group_id": "g" * 256}, "kv_source.group_id"),
+        ({"host": ""}, "kv_source.host"),
+        ({"host": "h" * 256}, "kv_source.host"),
+        ({"host": "10.0.0.1\nGET /"}, "kv_source.host"),
+        ({"host": "\ud800"}, "kv_source.host"),
+        ({"port": 0}, "kv_source.port"),
+        ({"port": 65_536}, "kv_source.port"),
+        ({"port": True}, "kv_source.port"),
+        ({"transfer_id": ""}, "kv_source.transfer_id"),
+        ({"transfer_id": "0" * 31}, "kv_source.transfer_id"),
+        ({"transfer_id": "0" * 33}, "kv_source.transfer_id"),
+        ({"transfer_id": "A" * 32}, "kv_source.transfer_id"),
+        ({"transfer_id": "٠" * 32}, "kv_source.transfer_id"),
+        ({"transfer_id": b"0" * 32}, "kv_source.transfer_id"),
+    ],
+)
+def test_refuses_sources(changes: dict[str, Any], param: str) -> None:
+    good = KVSource(group_id=GroupId("g"), host="10.0.0.1", port=1, transfer_id="0123456789abcdef" * 2)
+    validate(replace(GOOD, kv_source=good, transfer_id=good.transfer_id), LIMITS)
+    refused = _refusal({"kv_source": replace(good, **changes)}, {})
+    assert (refused.code, refused.param) == ("invalid_value", param)
+    if "transfer_id" in changes:
+        assert _refusal(changes, {}).param == "transfer_id"
+
+
+def test_refuses_what_is_no_source() -> None:
+    assert _refusal({"kv_source": ("g", "10.0.0.1", 1)}, {}).param == "kv_source"
 
 
 def test_messages_carry_the_value_and_the_place() -> None:
