@@ -10,17 +10,17 @@ but here a rounding difference moves no token to another place, and rows without
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+NOT_FINITE = -1  # instead of an id
 _BLOCK = 128  # ids that are summed before the cumulative sum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """How a row is drawn."""
+class Draw(NamedTuple):
+    """How a row is drawn; in the order of Draw in cpu/draw.h."""
 
     temperature: float  # > 0, or 0: the best id
     top_k: int  # 0: off

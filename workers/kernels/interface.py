@@ -143,14 +143,11 @@ class Kernels(Protocol):
         """GELU in its tanh form, as GPT-2 uses it."""
         ...
 
-    def finite_rows(self, logits: torch.Tensor) -> list[bool]:
-        """Whether each row of logits (R, V) float32 holds finite numbers only."""
-        ...
-
-    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool = False) -> list[int]:
         """An id for every row of logits (R, V) float32, as `workers.kernels.draw` says.
 
-        Minus infinity is an id of probability 0. Each row needs a finite largest logit and has no NaN.
+        Minus infinity is an id of probability 0. Each row needs a finite largest logit and has no NaN; with
+        `only_finite` any row will do, and one that holds a NaN or an infinity gets NOT_FINITE for an id.
         """
         ...
 

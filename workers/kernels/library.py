@@ -24,8 +24,7 @@ SIGNATURES: dict[str, list[type]] = {
     ],
     "tandem_silu_mul": [FLAG, POINTER, SIZE, POINTER, SIZE, SIZE, FLAG],
     "tandem_gelu_new": [FLAG, POINTER, POINTER, SIZE, SIZE, FLAG],
-    "tandem_finite_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, FLAG],
-    "tandem_draw": [POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, FLAG],
+    "tandem_draw": [POINTER, SIZE, SIZE, SIZE, POINTER, FLAG, POINTER, FLAG],
     "tandem_free_collective": [POINTER],
     "tandem_abort": [POINTER],
     "tandem_all_reduce": [FLAG, POINTER, POINTER, SIZE],
@@ -66,7 +65,6 @@ class Library:
         self.attention = loaded.tandem_attention
         self.silu_mul = loaded.tandem_silu_mul
         self.gelu_new = loaded.tandem_gelu_new
-        self.finite_rows = loaded.tandem_finite_rows
         self.draw = loaded.tandem_draw
         loaded.tandem_collective_bytes.argtypes, loaded.tandem_collective_bytes.restype = [FLAG], SIZE
         loaded.tandem_collective.argtypes = [POINTER, FLAG, FLAG, c_double]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_long
+from itertools import chain
 
 import torch
 
@@ -21,15 +21,6 @@ from workers.kernels.quantized import Quantization, quantize
 from workers.kernels.reference import TorchKernels
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C entry points number them
-
-
-class _DrawRow(ctypes.Structure):
-    """As Draw in cpu/draw.h."""
-
-    _fields_ = [
-        *[(name, c_double) for name in ("temperature", "top_p", "min_p", "uniform")],
-        ("top_k", c_long),
-    ]
 
 
 class CpuKernels:
@@ -184,29 +175,17 @@ class CpuKernels:
             )
         return out
 
-    def finite_rows(self, logits: torch.Tensor) -> list[bool]:
-        logits = _float_rows(logits)
-        finite = torch.empty(logits.shape[0], dtype=torch.bool)
-        self._library.finite_rows(
-            *(logits.data_ptr(), logits.shape[0], logits.stride(0), logits.shape[1], finite.data_ptr()),
-            torch.get_num_threads(),
-        )
-        found: list[bool] = finite.tolist()
-        return found
-
-    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool = False) -> list[int]:
         logits = _float_rows(logits)
         assert len(draws) == logits.shape[0], (len(draws), logits.shape)
-        rows = (_DrawRow * len(draws))(
-            *[_DrawRow(draw.temperature, draw.top_p, draw.min_p, draw.uniform, draw.top_k) for draw in draws]
-        )
-        ids = (ctypes.c_int64 * len(draws))()
+        rows = array("d", chain.from_iterable(draws))  # as Draw in cpu/draw.h
+        ids = array("q", bytes(8 * len(draws)))
         if draws:
             self._library.draw(
                 *(logits.data_ptr(), logits.shape[0], logits.stride(0), logits.shape[1]),
-                *(ctypes.addressof(rows), ctypes.addressof(ids), torch.get_num_threads()),
+                *(rows.buffer_info()[0], only_finite, ids.buffer_info()[0], torch.get_num_threads()),
             )
-        return list(ids)
+        return ids.tolist()
 
     def pack_linear(
         self,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.kernels.batch import StepBatch
-from workers.kernels.draw import Draw, draw_ids
+from workers.kernels.draw import NOT_FINITE, Draw, draw_ids
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
 from workers.kernels.quantized import Quantization, quantize
 
@@ -102,13 +102,12 @@ class TorchKernels:
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")
 
-    def finite_rows(self, logits: torch.Tensor) -> list[bool]:
-        finite: list[bool] = logits.sum(-1).isfinite().tolist()  # a NaN or an infinity makes the sum one
-        return finite
-
-    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        ids: list[int] = draw_ids(logits, draws).tolist()
-        return ids
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool = False) -> list[int]:
+        if only_finite:
+            is_finite = logits.sum(-1).isfinite()  # a NaN or an infinity makes the sum one
+            ids = draw_ids(logits.masked_fill(~is_finite[:, None], 0.0), draws)
+            return ids.masked_fill(~is_finite, NOT_FINITE).tolist()
+        return draw_ids(logits, draws).tolist()
 
     def pack_linear(
         self,

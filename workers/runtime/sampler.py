@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from workers.engine.step import Sampled, SampleTask
-from workers.kernels import Draw, Kernels
+from workers.kernels import NOT_FINITE, Draw, Kernels
 from workers.runtime.adjust import adjust, is_adjusted
 from workers.runtime.logprobs import score_tokens
 from workers.runtime.philox import uniform
@@ -22,22 +22,18 @@ def sample(logits: torch.Tensor, tasks: Sequence[SampleTask], kernels: Kernels) 
 
     Reads logits only. The token of a row depends on that row and its task alone.
     """
-    finite = kernels.finite_rows(logits)
-    ids = [0] * len(tasks)
-    as_they_are = [row for row, task in enumerate(tasks) if finite[row] and not is_adjusted(task)]
-    to_adjust = [row for row, task in enumerate(tasks) if finite[row] and is_adjusted(task)]
-    if as_they_are:
-        drawn = kernels.draw(_rows(logits, as_they_are), [_draw(tasks[row]) for row in as_they_are])
-        for row, token_id in zip(as_they_are, drawn, strict=True):
-            ids[row] = token_id
+    to_adjust = [row for row, task in enumerate(tasks) if is_adjusted(task)]
+    draws = [_draw(task) for task in tasks]
+    ids = kernels.draw(logits, draws, only_finite=True)  # of rows to adjust: only whether they are finite
     for row in to_adjust:
-        changed = logits[row : row + 1].clone()
-        adjust(changed[0], tasks[row])
-        ids[row] = kernels.draw(changed, [_draw(tasks[row])])[0]
+        if ids[row] != NOT_FINITE:
+            changed = logits[row : row + 1].clone()
+            adjust(changed[0], tasks[row])
+            ids[row] = kernels.draw(changed, [draws[row]])[0]
     logprobs = _logprobs(logits, tasks, ids)
     return [
-        Sampled(token_id=ids[row], logprob=logprobs.get(row)) if finite[row] else None
-        for row in range(len(tasks))
+        Sampled(token_id=token_id, logprob=logprobs.get(row)) if token_id != NOT_FINITE else None
+        for row, token_id in enumerate(ids)
     ]
 
 
@@ -65,10 +61,10 @@ def _draw(task: SampleTask) -> Draw:
 def _logprobs(
     logits: torch.Tensor, tasks: Sequence[SampleTask], ids: list[int]
 ) -> dict[int, TokenLogprob | None]:
-    """By row, for the tasks that ask for it."""
+    """By row, for the tasks that ask for it and have an id."""
     by_count: dict[int, list[int]] = {}
     for row, task in enumerate(tasks):
-        if task.params.num_logprobs is not None:
+        if task.params.num_logprobs is not None and ids[row] != NOT_FINITE:
             by_count.setdefault(task.params.num_logprobs, []).append(row)
     found: dict[int, TokenLogprob | None] = {}
     for count, rows in by_count.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.kernels.builds import MARCHES, build
-from workers.kernels import Draw, Kernels, TorchKernels
+from workers.kernels import NOT_FINITE, Draw, Kernels, TorchKernels
 from workers.kernels.native import CpuKernels
 
 
@@ -160,10 +160,16 @@ def test_many_ids_with_ties_are_drawn_as_by_torch(filters, spread):
     assert sum(a != b for a, b in zip(found, wanted, strict=True)) <= 1
 
 
-def test_finite_rows(kernels):
-    logits = random_logits(4, 300)
-    logits[1, 299], logits[2, 7], logits[3, 130] = math.nan, math.inf, -math.inf
-    assert kernels.finite_rows(logits) == [True, False, False, False]
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 5}], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 300, 5000])
+def test_rows_that_are_not_finite_get_no_id(kernels, how, vocab_size):
+    logits = random_logits(5, vocab_size)
+    draws = [draw(i / 5, **how) for i in range(5)]
+    good = kernels.draw(logits, draws)
+    assert kernels.draw(logits, draws, only_finite=True) == good
+    logits[1, -1], logits[2, vocab_size // 2], logits[3, 0] = math.nan, math.inf, -math.inf
+    found = kernels.draw(logits, draws, only_finite=True)
+    assert found == [good[0], NOT_FINITE, NOT_FINITE, NOT_FINITE, good[4]]
 
 
 def test_forbidden_ids_are_not_drawn(kernels):

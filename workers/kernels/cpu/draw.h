@@ -12,14 +12,16 @@
 
 #include "simd.h"
 
-// Mirrored by workers/kernels/native.py.
+// Mirrored by workers/kernels/draw.py.
 struct Draw {
   double temperature;  // 0: the best id
+  double top_k;        // 0: off
   double top_p, min_p, uniform;
-  long top_k;  // 0: off
 };
 
+constexpr long NOT_FINITE = -1;            // instead of an id
 constexpr long DRAW_BLOCK = 128;          // ids that are summed before the cumulative sum
+constexpr long BEST_BLOCK = 1024;         // ids that are looked at while they are in the first-level cache
 constexpr float MAX_LOGIT = 3.4028235e38f;  // below it is only minus infinity: a forbidden id
 
 struct DrawScratch {
@@ -57,8 +59,18 @@ inline float row_max(const float* x, long n) {
   return *std::max_element(lane, lane + 64);
 }
 
-// The first of the largest.
-inline long best_id(const float* x, long n) { return std::find(x, x + n, row_max(x, n)) - x; }
+// The first of the largest; NOT_FINITE when all have to be finite and are not. Reads the row once.
+inline long best_id(const float* x, long n, bool only_finite) {
+  float best = -INFINITY;
+  long at = 0;
+  for (long i = 0; i < n; i += BEST_BLOCK) {
+    const long count = std::min(BEST_BLOCK, n - i);
+    if (only_finite && !is_finite_row(x + i, count)) return NOT_FINITE;
+    const float here = row_max(x + i, count);
+    if (here > best) best = here, at = i;
+  }
+  return std::find(x + at, x + n, best) - x;
+}
 
 // Larger for larger logits; +0 and -0 are one.
 inline uint32_t order_key(float x) {
@@ -136,8 +148,9 @@ inline long draw_of_all(const DrawScratch& s, long n, double total, double unifo
   return 0;
 }
 
-inline long draw_id(const float* x, long n, const Draw& d, DrawScratch& s) {
-  if (d.temperature == 0) return best_id(x, n);
+inline long draw_id(const float* x, long n, const Draw& d, bool only_finite, DrawScratch& s) {
+  if (d.temperature == 0) return best_id(x, n, only_finite);
+  if (only_finite && !is_finite_row(x, n)) return NOT_FINITE;
   const float best = row_max(x, n), per_temperature = float(1.0 / d.temperature);
   s.weights.resize(n);
   float* weights = s.weights.data();
@@ -148,12 +161,12 @@ inline long draw_id(const float* x, long n, const Draw& d, DrawScratch& s) {
     s.sums.push_back(lane_sum(size_t(std::min(DRAW_BLOCK, n - i)), [&](size_t j) { return weights[i + j]; }));
     total += s.sums.back();
   }
-  const bool has_top_k = d.top_k > 0 && d.top_k < n;
+  const bool has_top_k = d.top_k > 0 && d.top_k < double(n);
   if (!has_top_k && d.top_p >= 1 && d.min_p <= 0) return draw_of_all(s, n, total, d.uniform);
   if (has_top_k) {
-    const float least = reached_by(x, n, d.top_k, s.sums);
+    const float least = reached_by(x, n, long(d.top_k), s.sums);
     collect(s.kept, n, [&](long i) { return x[i] >= least; });
-    keep_heaviest(x, s.kept, double(d.top_k), [](int32_t) { return 1.0; }, s.buckets);
+    keep_heaviest(x, s.kept, d.top_k, [](int32_t) { return 1.0; }, s.buckets);
     total = 0;
     for (int32_t id : s.kept) total += weights[id];
   } else {

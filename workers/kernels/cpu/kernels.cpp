@@ -119,13 +119,11 @@ void tandem_silu_mul(int dtype, const void* gate_up, long row_stride, void* out,
 void tandem_gelu_new(int dtype, const void* x, void* out, long rows, long n, int threads) {
   BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) { gelu_new_row((const T*)x + r * n, (T*)out + r * n, n); }));
 }
-// finite[r]: whether row r holds finite numbers only.
-void tandem_finite_rows(const float* x, long rows, long row_stride, long n, uint8_t* finite, int threads) {
-  for_rows(rows, n, threads, [&](long r) { finite[r] = is_finite_row(x + r * row_stride, n); });
-}
-void tandem_draw(const float* logits, long rows, long row_stride, long n, const Draw* draws, int64_t* ids, int threads) {
-  for_tasks(rows, threads, [] { return DrawScratch(); },
-            [&](long r, DrawScratch& scratch) { ids[r] = draw_id(logits + r * row_stride, n, draws[r], scratch); });
+// ids[r] is NOT_FINITE where all logits of a row have to be finite and are not.
+void tandem_draw(const float* logits, long rows, long row_stride, long n, const Draw* draws, int only_finite, int64_t* ids, int threads) {
+  for_tasks(rows, threads, [] { return DrawScratch(); }, [&](long r, DrawScratch& scratch) {
+    ids[r] = draw_id(logits + r * row_stride, n, draws[r], only_finite, scratch);
+  });
 }
 long tandem_collective_bytes(int ranks) { return long(Collective::bytes(ranks)); }
 Collective* tandem_collective(char* memory, int rank, int ranks, double timeout_s) {
