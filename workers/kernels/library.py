@@ -30,12 +30,15 @@ SIGNATURES: dict[str, list[type]] = {
     "tandem_all_reduce": [FLAG, POINTER, POINTER, SIZE],
     "tandem_gather_rows": [POINTER, POINTER, SIZE, POINTER, POINTER],
 }
-# Only where the CPU has AVX512-BF16.
+# Only where the CPU has AVX512-BF16, or AVX2 and FMA.
 LINEAR_SIGNATURES: dict[str, list[type]] = {
     "tandem_pack": [POINTER, SIZE, SIZE, POINTER, FLAG],
     "tandem_step": [POINTER, POINTER, POINTER, FLAG],
     "tandem_free_step_scratch": [POINTER],
     "tandem_linear": [POINTER, POINTER, SIZE, SIZE, POINTER, FLAG, FLAG],
+}
+# Only where the CPU has AVX512-BF16.
+QUANTIZED_SIGNATURES: dict[str, list[type]] = {
     "tandem_pack_quantized": [FLAG, POINTER, POINTER, POINTER, SIZE, SIZE, POINTER, FLAG],
 }
 
@@ -51,7 +54,9 @@ class Library:
         except OSError as error:
             raise KernelsUnavailable(f"cannot load the compiled kernels: {error}") from error
         self.has_linear = bool(loaded.tandem_has_linear())
+        self.has_quantized = bool(loaded.tandem_has_quantized())
         entries = SIGNATURES | (LINEAR_SIGNATURES if self.has_linear else {})
+        entries |= QUANTIZED_SIGNATURES if self.has_quantized else {}
         for name, types in entries.items():
             entry = getattr(loaded, name)
             entry.argtypes, entry.restype = types, None
@@ -80,10 +85,6 @@ class Library:
         if self.has_linear:
             self.pack = loaded.tandem_pack
             self.linear = loaded.tandem_linear
-            self.pack_quantized = loaded.tandem_pack_quantized
-            loaded.tandem_quantized_bytes.argtypes = [FLAG, SIZE, SIZE]
-            loaded.tandem_quantized_bytes.restype = SIZE
-            self.quantized_bytes = loaded.tandem_quantized_bytes
             self.step = loaded.tandem_step
             loaded.tandem_step_scratch.argtypes, loaded.tandem_step_scratch.restype = [], POINTER
             self.step_scratch = loaded.tandem_step_scratch
@@ -91,3 +92,8 @@ class Library:
             loaded.tandem_packed_bytes.argtypes = [SIZE, SIZE]
             loaded.tandem_packed_bytes.restype = SIZE
             self.packed_bytes = loaded.tandem_packed_bytes
+        if self.has_quantized:
+            self.pack_quantized = loaded.tandem_pack_quantized
+            loaded.tandem_quantized_bytes.argtypes = [FLAG, SIZE, SIZE]
+            loaded.tandem_quantized_bytes.restype = SIZE
+            self.quantized_bytes = loaded.tandem_quantized_bytes

@@ -195,13 +195,15 @@ class CpuKernels:
         quantization: Quantization = Quantization.NONE,
     ) -> PackedLinear:
         out_dtype = out_dtype or weight.dtype
-        is_plain = quantization is Quantization.NONE
-        can = can_pack if is_plain else can_pack_quantized
-        if out_dtype not in DTYPES or not can(self._library, weight):
-            return self._torch.pack_linear(weight, bias, out_dtype, quantization)
-        if is_plain:
+        packs = out_dtype in DTYPES
+        if quantization is not Quantization.NONE:
+            quantized = quantize(weight, quantization)
+            if packs and can_pack_quantized(self._library, weight):
+                return pack_quantized(self._library, self._memory, quantized, bias, out_dtype)
+            weight = quantized.values().to(weight.dtype)
+        if packs and can_pack(self._library, weight):
             return pack(self._library, self._memory, weight, bias, out_dtype)
-        return pack_quantized(self._library, self._memory, quantize(weight, quantization), bias, out_dtype)
+        return self._torch.pack_linear(weight, bias, out_dtype)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return NativeStep(self._library, model) if can_fuse(self._library, model, self._dtype) else None

@@ -16,7 +16,7 @@ from workers.kernels.memory import HugeMemory
 class WeightFormat(IntEnum):
     """As in cpu/linear.h."""
 
-    BF16_PAIRS = 0  # columns in pairs of inputs, for vdpbf16ps
+    BF16_PAIRS = 0  # columns in pairs of inputs
     INT8 = 1  # columns in fours of inputs, for vpdpbusd; see workers.kernels.quantized
     INT4 = 2
 

@@ -15,7 +15,7 @@ MAX_INPUTS = 1 << 17  # more would overflow a 32-bit sum of products
 
 def can_pack_quantized(library: Library, weight: torch.Tensor) -> bool:
     """Whether this CPU and this weight (out, in) suit the packed forms."""
-    return can_pack(library, weight) and weight.shape[1] <= MAX_INPUTS
+    return library.has_quantized and can_pack(library, weight) and weight.shape[1] <= MAX_INPUTS
 
 
 def pack_quantized(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.kernels.batches import make_batch
-from tests.unit.kernels.builds import HAS_AVX512_BF16, MARCHES, build
+from tests.unit.kernels.builds import PACKED_MARCHES, build
 from workers.kernels import (
     FusedStep,
     Kernels,
@@ -26,7 +26,11 @@ from workers.kernels.native import CpuKernels
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS = 96, 6, 2, 24, 200, 300, 3
 BLOCK_SIZE, NUM_BLOCKS = 8, 60
-needs_fused_step = pytest.mark.skipif(not HAS_AVX512_BF16, reason="one call a step needs AVX512-BF16")
+
+
+@pytest.fixture(params=PACKED_MARCHES)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return CpuKernels(build(request.param), torch.bfloat16)
 
 
 def make_model(
@@ -100,7 +104,6 @@ def one_by_one(
     return model.head(normed[batch.logit_rows])
 
 
-@needs_fused_step
 @pytest.mark.parametrize("rotary", [None, 16, DIM])
 @pytest.mark.parametrize(("bias", "head_norm"), [(False, False), (True, True)])
 @pytest.mark.parametrize(
@@ -115,9 +118,13 @@ def one_by_one(
     ],
 )
 def test_equal_bits(
-    mix: list[tuple[int, int]], logit_rows: list[int], bias: bool, head_norm: bool, rotary: int | None
+    kernels: Kernels,
+    mix: list[tuple[int, int]],
+    logit_rows: list[int],
+    bias: bool,
+    head_norm: bool,
+    rotary: int | None,
 ) -> None:
-    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
     model = make_model(kernels, torch.bfloat16, bias=bias, head_norm=head_norm)
     step = kernels.fuse(model)
     assert step is not None
@@ -135,7 +142,6 @@ def test_equal_bits(
     assert torch.equal(step(residual.clone(), *turn, batch, kv_fused), wanted)  # buffers are used again
 
 
-@needs_fused_step
 @pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4], ids=str)
 @pytest.mark.parametrize(
     ("mix", "logit_rows"),
@@ -147,9 +153,8 @@ def test_equal_bits(
     ],
 )
 def test_equal_bits_quantized(
-    mix: list[tuple[int, int]], logit_rows: list[int], quantization: Quantization
+    kernels: Kernels, mix: list[tuple[int, int]], logit_rows: list[int], quantization: Quantization
 ) -> None:
-    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
     model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, quantization=quantization)
     step = kernels.fuse(model)
     assert step is not None
@@ -164,10 +169,8 @@ def test_equal_bits_quantized(
     assert torch.equal(kv_fused, kv)
 
 
-@needs_fused_step
 @pytest.mark.parametrize("quantization", Quantization, ids=str)
-def test_two_threads_give_the_bits_of_one(quantization: Quantization) -> None:
-    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+def test_two_threads_give_the_bits_of_one(kernels: Kernels, quantization: Quantization) -> None:
     model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, quantization=quantization)
     step = kernels.fuse(model)
     assert step is not None
@@ -181,10 +184,8 @@ def test_two_threads_give_the_bits_of_one(quantization: Quantization) -> None:
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-@needs_fused_step
 @pytest.mark.parametrize("rows", [[5, 1], [7], list(range(8)), list(range(8)) * 20])
-def test_logits_of_one_step_after_another(rows: list[int]) -> None:
-    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+def test_logits_of_one_step_after_another(kernels: Kernels, rows: list[int]) -> None:
     step = kernels.fuse(make_model(kernels, torch.bfloat16, bias=True, head_norm=True))
     assert step is not None
     residual = torch.randn(8, HIDDEN).bfloat16()
@@ -196,10 +197,8 @@ def test_logits_of_one_step_after_another(rows: list[int]) -> None:
     assert torch.equal(step(residual.clone(), None, None, everything, kv), wanted)
 
 
-@needs_fused_step
-def test_two_models_step_at_the_same_time() -> None:
+def test_two_models_step_at_the_same_time(kernels: Kernels) -> None:
     torch.set_num_threads(2)
-    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
     model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True)
     batch = make_batch([(0, 20), (9, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[19, 20])
     residual, kv = torch.randn(21, HIDDEN).bfloat16(), torch.randn(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
@@ -215,12 +214,10 @@ def test_two_models_step_at_the_same_time() -> None:
     assert len(found) == 60 and all(torch.equal(each, found[0]) for each in found)
 
 
-@needs_fused_step
 @pytest.mark.parametrize("threads", [1, 2])
-def test_ranks_add_up_inside_the_step(threads: int) -> None:
+def test_ranks_add_up_inside_the_step(kernels: Kernels, threads: int) -> None:
     """Three ranks, here threads with different weights: the bits of single operators with sums between."""
     size, timeout_s = 3, 60.0
-    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
     library = build("native")
     memory = mmap.mmap(-1, memory_bytes(library, size))
     models = [
@@ -250,9 +247,7 @@ def test_ranks_add_up_inside_the_step(threads: int) -> None:
     assert not torch.equal(found[0][0], found[1][0])  # other weights
 
 
-@needs_fused_step
-def test_a_step_whose_peer_does_not_come_has_no_result() -> None:
-    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+def test_a_step_whose_peer_does_not_come_has_no_result(kernels: Kernels) -> None:
     library = build("native")
     memory = mmap.mmap(-1, memory_bytes(library, 2))
     alone = SharedCollective(library, memory, rank=0, size=2, timeout_s=0.2)
@@ -266,9 +261,8 @@ def test_a_step_whose_peer_does_not_come_has_no_result() -> None:
         step(torch.randn(1, HIDDEN).bfloat16(), None, None, batch, kv)
 
 
-@pytest.mark.parametrize("march", [march for march in MARCHES if march != "native"])
-def test_older_cpus_do_not_fuse(march: str) -> None:
-    kernels = CpuKernels(build(march), torch.bfloat16)
+def test_cpus_without_packed_products_do_not_fuse() -> None:
+    kernels = CpuKernels(build("x86-64"), torch.bfloat16)
     assert kernels.fuse(make_model(kernels, torch.bfloat16, bias=False, head_norm=False)) is None
 
 

@@ -75,9 +75,16 @@ template <class T> void attention(const Attention<T>& a, int threads) {
   } while (0)
 
 extern "C" {
-// 1 when pack / linear exist in this build.
+// 1 when this build has packed products, so pack, linear and step; and when it has those with quantized weights.
 int tandem_has_linear() {
-#ifdef __AVX512BF16__
+#ifdef HAS_PRODUCTS
+  return 1;
+#else
+  return 0;
+#endif
+}
+int tandem_has_quantized() {
+#ifdef HAS_QUANTIZED
   return 1;
 #else
   return 0;
@@ -136,13 +143,11 @@ void tandem_all_reduce(int dtype, Collective* collective, void* x, long n) { BY_
 void tandem_gather_rows(Collective* collective, const void* mine, long rows, const long* row_bytes, void* out) {
   collective->gather_rows((const char*)mine, size_t(rows), row_bytes, (char*)out);
 }
-#ifdef __AVX512BF16__
+#ifdef HAS_PRODUCTS
 long tandem_packed_bytes(long n, long k) { return long(Units{size_t(n), size_t(k)}.bytes()); }
 void tandem_pack(const bf16* weight, long n, long k, char* packed, int threads) {
   Units units{size_t(n), size_t(k)};
-  for_rows(long(units.count()), UNIT * k, threads, [&](long u) {
-    pack_unit(weight, units, size_t(u), [&](size_t column) { return column < size_t(n) ? long(column) : -1L; }, packed);
-  });
+  for_rows(long(units.count()), UNIT * k, threads, [&](long u) { pack_unit(weight, units, size_t(u), packed); });
 }
 // out (rows, columns) = x (rows, k; x_stride elements apart) * weights + bias; out_float: float instead of bf16.
 void tandem_linear(const PackedWeights* weights, const bf16* x, long x_stride, long rows, void* out, int out_float, int threads) {
@@ -158,6 +163,7 @@ void tandem_linear(const PackedWeights* weights, const bf16* x, long x_stride, l
     else linear_task(*weights, input, rows, i, (bf16*)out);
   });
 }
+#ifdef HAS_QUANTIZED
 // Bytes of a packed (n, k) matrix of a quantized format.
 long tandem_quantized_bytes(int format, long n, long k) {
   const Units units{size_t(n), size_t(k)};
@@ -175,6 +181,7 @@ void tandem_pack_quantized(int format, const void* codes, const void* scales, co
     else Int8::pack((const int8_t*)codes, (const float*)scales, units.columns, first, shape, units.vecs(size_t(u)), unit);
   });
 }
+#endif
 StepScratch* tandem_step_scratch() { return new StepScratch; }
 void tandem_free_step_scratch(StepScratch* scratch) { delete scratch; }
 void tandem_step(const Model* model, const StepInput* input, StepScratch* scratch, int threads) {

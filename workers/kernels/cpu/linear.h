@@ -1,8 +1,12 @@
 // A linear layer over packed weights, whatever their format: the one place that knows the formats.
 #pragma once
+#include "gemm.h"
+#ifdef HAS_PRODUCTS
 #ifdef __AVX512BF16__
+#define HAS_QUANTIZED
 #include "gemm_int4.h"
 #include "gemm_int8.h"
+#endif
 
 enum WeightFormat : long { BF16_PAIRS = 0, INT8 = 1, INT4 = 2 };
 
@@ -20,13 +24,25 @@ struct LinearRows {
   size_t stride;
 };
 // Quantized weights want rows made by prepare_row; others take bf16 rows as they are.
-inline bool is_quantized(const PackedWeights& w) { return w.format != BF16_PAIRS; }
+inline bool is_quantized(const PackedWeights& w) { return w.format == INT8 || w.format == INT4; }
+#ifdef HAS_QUANTIZED
 inline size_t input_bytes(const PackedWeights& w) { return is_quantized(w) ? RowShape{size_t(w.k)}.bytes() : size_t(w.k) * 2; }
 inline void prepare_row(const PackedWeights& w, const bf16* x, char* row) { quantize_row(x, RowShape{size_t(w.k)}, row); }
 
 inline size_t quantized_column_bytes(long format, const RowShape& shape) {
   return format == INT4 ? Int4::column_bytes(shape) : Int8::column_bytes(shape);
 }
+inline void quantized_sums(const PackedWeights& w, const Units& units, size_t u, const char* rows, size_t count, bool fetch, float* sums) {
+  const RowShape shape{size_t(w.k)};
+  const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, shape);
+  if (w.format == INT4) quantized_unit<Int4>(rows, count, shape, unit, units.vecs(u), fetch, sums);
+  else quantized_unit<Int8>(rows, count, shape, unit, units.vecs(u), fetch, sums);
+}
+#else  // and no weights in those formats
+inline size_t input_bytes(const PackedWeights& w) { return size_t(w.k) * 2; }
+inline void prepare_row(const PackedWeights&, const bf16*, char*) {}
+inline void quantized_sums(const PackedWeights&, const Units&, size_t, const char*, size_t, bool, float*) {}
+#endif
 
 // A product of `rows` rows is cut into this many tasks, which may run in any order on any thread.
 inline long linear_tasks(const PackedWeights& w, long rows) {
@@ -39,15 +55,10 @@ template <class Out> void linear_task(const PackedWeights& w, const LinearRows& 
   const size_t u = size_t(task / chunks), count = size_t(std::min<long>(CHUNK_ROWS, rows - row0));
   const char* first = x.first + size_t(row0) * x.stride;
   const bool fetch = task % chunks == chunks - 1;
-  const auto finish = [&](size_t r, size_t column, int vecs, const float* sums) {
-    finish_row(sums, column, vecs, units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
-  };
-  if (!is_quantized(w)) return unit_rows(first, x.stride, count, w.data, units, u, fetch, finish);
   alignas(64) float sums[CHUNK_ROWS * UNIT];
-  const RowShape shape{size_t(w.k)};
-  const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, shape);
-  if (w.format == INT4) quantized_unit<Int4>(first, count, shape, unit, units.vecs(u), fetch, sums);
-  else quantized_unit<Int8>(first, count, shape, unit, units.vecs(u), fetch, sums);
-  for (size_t r = 0; r < count; r++) finish(r, units.first(u), units.vecs(u), sums + r * UNIT);
+  if (is_quantized(w)) quantized_sums(w, units, u, first, count, fetch, sums);
+  else unit_sums(w.data, units, u, first, x.stride, count, fetch, sums);
+  for (size_t r = 0; r < count; r++)
+    finish_row(sums + r * UNIT, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
 }
 #endif

@@ -26,7 +26,7 @@ inline long read_all(const char* from, long bytes, int threads) {
 }
 // Floating-point operations of `rounds` register tiles a thread on data that stays in the first-level cache.
 inline double multiply_all(long rounds, int threads) {
-#ifdef __AVX512BF16__
+#ifdef HAS_PRODUCTS
   constexpr int PAIRS = 64;
 #pragma omp parallel num_threads(threads)
   {

@@ -3,7 +3,8 @@
 // intermediate is rounded to bf16 where the operators called one by one would round it, so both ways give the same
 // bits.
 #pragma once
-#ifdef __AVX512BF16__
+#include "linear.h"
+#ifdef HAS_PRODUCTS
 #include <omp.h>
 
 #include <atomic>
@@ -12,7 +13,6 @@
 #include "attend.h"
 #include "barrier.h"
 #include "collective.h"
-#include "linear.h"
 #include "rows.h"
 
 // Mirrored by workers/kernels/fused.py; pointers may be null where a comment says so.
