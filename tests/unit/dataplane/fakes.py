@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -263,9 +264,10 @@ class Cluster:
         limits: DispatchLimits = FAST,
         send: Callable[[Sequence[GroupId], str, GenerateRequest], Awaitable[GroupId]] | None = None,
         ready: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> SocketDispatcher:
         router = SocketDispatcher(
-            secret=SECRET, source=self.list, send=send or self.send, policy=policy, limits=limits
+            secret=SECRET, source=self.list, send=send or self.send, policy=policy, limits=limits, clock=clock
         )
         await router.start()
         self.stack.push_async_callback(router.stop)
