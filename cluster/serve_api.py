@@ -32,6 +32,12 @@ def read_token() -> str | None:
         return None
 
 
+def ingress_url(host: str, port: int) -> str:
+    """Where what Serve's `http_options` make listen on `host` answers, as seen from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class ServeApiTimeout(ServeApiError):
     """The dashboard took too long; what was asked may have been done, or not."""
 

@@ -20,6 +20,7 @@ from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
 from cluster.embedded import EmbeddedModelError, canonical_path, model_folder
 from cluster.model_check import open_model
 from cluster.problems import ConfigError, Problem
+from cluster.serve_api import ingress_url
 from cluster.serve_schema import IMPORT_PATH, check_file, grpc_port
 from workers.model.checkpoint import Checkpoint
 
@@ -44,8 +45,7 @@ class Deployment:
     @property
     def url(self) -> str:
         """Where the API answers, as seen from this machine."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return ingress_url(self.host, self.port)
 
     def num_cpus(self) -> int:
         """CPUs that its groups set aside together."""

@@ -15,6 +15,7 @@ from cluster.cli.options import DashboardOption, JsonOption
 from cluster.cli.services import services_of
 from cluster.cli.terminal import Terminal
 from cluster.group_table import ApplicationStatus, GroupRow, ReportedLoad, application_statuses, parse_loads
+from cluster.serve_api import ingress_url
 
 _COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
 _STATE_STYLES = {"ready": "green", "failed": "red", "draining": "yellow"}
@@ -61,13 +62,17 @@ def status(
 def _loads(details: dict[str, Any]) -> dict[str, ReportedLoad]:
     """Load of the groups as a router tells it; nothing when no router answers or wants a key."""
     options = details.get("http_options") or {}
-    host = options.get("host", "127.0.0.1")
-    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}/metrics"
+    url = ingress_url(options.get("host", "127.0.0.1"), options.get("port", 8000))
     try:
-        response = httpx.get(url, timeout=5.0, trust_env=False)
+        response = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False)
     except httpx.HTTPError:
         return {}
-    return parse_loads(response.text) if response.status_code == 200 else {}
+    if response.status_code != 200:
+        return {}
+    try:
+        return parse_loads(response.text)
+    except ValueError:  # something else answers there
+        return {}
 
 
 def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> None:

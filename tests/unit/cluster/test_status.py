@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from cluster.group_table import ReportedLoad, application_statuses, parse_loads
+from cluster.serve_api import ingress_url
 from tests.unit.cluster.conftest import World
 from tests.unit.cluster.fakes import METRICS
 from workers.directory import GroupEntry, GroupPhase
@@ -115,6 +116,15 @@ def test_json_has_the_same(world: World) -> None:
     assert (application["name"], application["ready"], application["desired"]) == ("tandem", 3, 3)
     assert application["rows"][1]["rank_pids"] == [21, 22]
     assert application["rows"][1]["kv_percent"] == 25.0
+
+
+def test_hosts_of_all_interfaces_and_of_version_6_are_asked_from_here(world: World) -> None:
+    assert ingress_url("0.0.0.0", 8000) == "http://127.0.0.1:8000"
+    assert ingress_url("::", 8000) == "http://[::1]:8000"
+    assert ingress_url("example.org", 80) == "http://example.org:80"
+    world.server.details = details([replica("u1"), replica("u2")])
+    world.server.details["http_options"] = {"host": "::", "port": 1}  # where no router answers
+    assert world.run("status", "--dashboard", world.server.url).exit_code == 0
 
 
 def test_nothing_deployed_and_nothing_there(world: World) -> None:
