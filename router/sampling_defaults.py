@@ -14,20 +14,25 @@ from router.protocol import GenerationFields
 
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def load_sampling_defaults(folder: str) -> dict[str, Any]:
     """The sampling values of a checkpoint's generation_config.json; empty without one.
 
-    A value that a request could not give either is left out, with a warning.
+    A file that is not readable, or a value that a request could not give either, is left out with a warning.
     """
     file = Path(folder) / "generation_config.json"
     try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        given = json.loads(file.read_bytes())
+    except FileNotFoundError:
         return {}
-    given = config if isinstance(config, dict) else {}
+    except (OSError, ValueError) as error:
+        _log.warning("%s is not used: %s", file, error)
+        return {}
+    if not isinstance(given, dict):
+        _log.warning("%s is not used: it holds no JSON object", file)
+        return {}
     found = {}
     for name in NAMES:
         if given.get(name) is None:
@@ -35,7 +40,7 @@ def load_sampling_defaults(folder: str) -> dict[str, Any]:
         try:
             GenerationFields.model_validate({name: given[name]})
         except ValidationError:
-            logger.warning("%s: %s is %r, which is not used", file, name, given[name])
+            _log.warning("%s: %s is %r, which is not used", file, name, given[name])
         else:
             found[name] = given[name]
     return found

@@ -54,18 +54,27 @@ def test_what_a_request_does_not_say_is_the_models(tmp_path: Path, path: str) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "found", "warnings"),
     [
-        (None, {}),
-        ("[]", {}),
-        ("{", {}),
-        ('{"temperature": null, "eos_token_id": 2}', {}),
-        ('{"temperature": 3.0, "top_k": "20", "top_p": 0.9}', {"top_p": 0.9}),
+        (None, {}, []),
+        ("[]", {}, ["is not used: it holds no JSON object"]),
+        ("{", {}, ["is not used: Expecting property name"]),
+        ('{"temperature": null, "eos_token_id": 2}', {}, []),
+        (
+            '{"temperature": 3.0, "top_k": "20", "top_p": 0.9}',
+            {"top_p": 0.9},
+            ["temperature is 3.0, which is not used", "top_k is '20', which is not used"],
+        ),
     ],
 )
 def test_only_values_that_a_request_could_give_are_taken(
-    tmp_path: Path, text: str | None, found: dict[str, float]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    text: str | None,
+    found: dict[str, float],
+    warnings: list[str],
 ) -> None:
     if text is not None:
         (tmp_path / "generation_config.json").write_text(text)
     assert load_sampling_defaults(str(tmp_path)) == found
+    assert [said for said, part in zip(caplog.messages, warnings, strict=True) if part not in said] == []
