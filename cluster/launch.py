@@ -32,6 +32,8 @@ from cluster.haproxy import write_wrapper
 from cluster.marked import MARK, end_marked
 from cluster.serve_api import ServeApi, ServeApiError, ServeApiTimeout, read_token, token_path
 
+_DASHBOARD_TIMEOUT_S = 60.0  # for a Ray that has just been started
+_TAIL_LINES = 15  # of a log, in an error
 _HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
 
 
@@ -81,7 +83,6 @@ def start_local_cluster(
     num_cpus: int | None = None,
     dashboard_port: int = 8265,
     report: Report = lambda news: None,
-    timeout_s: float = 60.0,
 ) -> LocalCluster:
     """Start Ray on this machine, on the loopback address, with token authentication.
 
@@ -125,13 +126,15 @@ def start_local_cluster(
         mark=mark,
         guardian=guardian,
     )
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _DASHBOARD_TIMEOUT_S
     try:
         while not api.is_reachable():
             if head.poll() is not None:
                 raise LaunchError(f"Ray ended at once (code {head.returncode}):\n{_tail(log)}")
             if time.monotonic() > deadline:
-                raise LaunchError(f"Ray's dashboard did not answer in {timeout_s:g} s:\n{_tail(log)}")
+                raise LaunchError(
+                    f"Ray's dashboard did not answer in {_DASHBOARD_TIMEOUT_S:g} s:\n{_tail(log)}"
+                )
             time.sleep(0.2)
     except BaseException:  # Ctrl-C too must leave nothing behind
         stop_all(cluster, grace_s=0)
@@ -290,5 +293,5 @@ def plain_message(message: str) -> str:
     return "\n".join(line for line in [*kept, *ending] if line.strip())
 
 
-def _tail(log: Path, num_lines: int = 15) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])

@@ -42,9 +42,8 @@ def create_app(
     settings: RouterSettings,
     *,
     telemetry: Telemetry | None = None,
-    new_id: Callable[[], str] | None = None,
 ) -> FastAPI:
-    """The application over a service. `new_id` makes request ids; None: random ones.
+    """The application over a service.
 
     `telemetry` answers `/metrics` for all replicas; None: this one is the only one.
 
@@ -64,7 +63,7 @@ def create_app(
         settings=settings,
         keys=load_api_keys(settings.api_keys_file),
         metrics=service.metrics,
-        new_id=new_id or (lambda: f"{random.getrandbits(128):032x}"),
+        new_id=lambda: f"{random.getrandbits(128):032x}",
     )
 
     async def on_http_error(_: Request, error: Exception) -> Response:

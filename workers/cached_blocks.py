@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import islice
 
 from workers.hashing import BlockHash
@@ -12,14 +12,9 @@ from workers.types import BlockEvent, BlockEventKind
 class CachedBlocks:
     """Block hashes after event `number`."""
 
-    def __init__(self, number: int = 0, block_hashes: Iterable[BlockHash] = ()) -> None:
-        self.number = number
-        self._hashes: set[BlockHash] = set(block_hashes)
-
-    @property
-    def hashes(self) -> Collection[BlockHash]:
-        """The set itself, to ask for membership: live, not to be kept or changed."""
-        return self._hashes
+    def __init__(self) -> None:
+        self.number = 0
+        self._hashes: set[BlockHash] = set()
 
     def apply(self, events: Iterable[BlockEvent]) -> bool:
         """Applies events in order. Events up to `number` are known already and skipped.

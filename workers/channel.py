@@ -50,13 +50,12 @@ class Channel(asyncio.Protocol):
         on_message: Callable[[Channel, Message], None],
         on_closed: Callable[[Channel, str], None],
         on_open: Callable[[Channel], None] | None = None,
-        max_frame_bytes: int = MAX_GREETING_BYTES,
         max_outgoing_bytes: int = MAX_OUTGOING_BYTES,
     ) -> None:
         self._on_message = on_message
         self._on_closed = on_closed
         self._on_open = on_open
-        self._reader = FrameReader(max_frame_bytes)
+        self._reader = FrameReader(MAX_GREETING_BYTES)
         self._max_outgoing_bytes = max_outgoing_bytes
         self._transport: asyncio.Transport | None = None
         self._reason: str | None = None

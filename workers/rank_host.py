@@ -24,6 +24,8 @@ from workers.runtime.rank import Follower, Leader, RankFacts, exit_process
 from workers.server import StreamServer
 from workers.types import GroupInfo
 
+_STOP_TIMEOUT_S = 5.0  # for the engine to end the step it is in
+
 
 class LeaderHost:
     """Rank 0: the engine's thread, and the server that streams its tokens."""
@@ -88,11 +90,11 @@ class LeaderHost:
         """Requests whose tokens somebody waits for."""
         return self._server.num_requests if self._server is not None else 0
 
-    async def stop(self, reason: str, timeout_s: float = 5.0) -> None:
+    async def stop(self, reason: str) -> None:
         """End requests with the reason, then the engine, then the other ranks."""
         await self._dismiss(reason)
         if self._engine_loop is not None:
-            await asyncio.to_thread(self._engine_loop.stop, timeout_s)
+            await asyncio.to_thread(self._engine_loop.stop, _STOP_TIMEOUT_S)
         await asyncio.to_thread(self._leader.close)
 
     def _info(self, facts: RankFacts) -> GroupInfo:

@@ -121,11 +121,11 @@ class StreamServer:
 
     # ---- life cycle
 
-    async def start(self, engine: EngineInput, host: str, port: int = 0) -> tuple[str, int]:
-        """Listens; returns the address, with the port chosen when 0 was asked for."""
+    async def start(self, engine: EngineInput, host: str) -> tuple[str, int]:
+        """Listens on a free port; returns the address."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._server = await self._loop.create_server(self._new_channel, host, port, backlog=256)
+        self._server = await self._loop.create_server(self._new_channel, host, 0, backlog=256)
         self._heartbeat = self._loop.create_task(self._beat())
         self._wake()  # outputs from before the start
         return host, int(self._server.sockets[0].getsockname()[1])

@@ -34,9 +34,8 @@ class HeldSnapshot:
 class SnapshotTable:
     """Rows by source. Times come from the injected clock; nothing here waits."""
 
-    def __init__(self, *, clock: Callable[[], float], retain_s: float = RETAIN_S) -> None:
+    def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._retain_s = retain_s
         self._rows: dict[str, tuple[Snapshot, float]] = {}  # with the time it came
 
     def publish(self, snapshot: Snapshot) -> None:
@@ -56,6 +55,6 @@ class SnapshotTable:
         )
 
     def _expire(self) -> None:
-        oldest = self._clock() - self._retain_s
+        oldest = self._clock() - RETAIN_S
         for source in [source for source, (_, came) in self._rows.items() if came <= oldest]:
             del self._rows[source]

@@ -12,7 +12,7 @@ from workers.kernels.library import Library
 from workers.kernels.native import DTYPES, CpuKernels
 from workers.kernels.reference import TorchKernels
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def load_library() -> Library:
@@ -27,7 +27,5 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     try:
         return CpuKernels(load_library(), dtype)
     except KernelsUnavailable as error:
-        logger.warning(
-            "CPU kernels are not available, using torch operators (several times slower): %s", error
-        )
+        _log.warning("CPU kernels are not available, using torch operators (several times slower): %s", error)
         return TorchKernels()

@@ -20,7 +20,7 @@ from workers.model.names import WeightNames, expected_tensors
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
 from workers.model.spec import spec_from_config
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _FLOATS = ("F32", "F16", "BF16")
 _MAX_TOKEN_ID = (1 << 31) - 1
 _SAMPLES, _SAMPLE_BYTES = 4, 4096  # of a tensor, for model_hash
@@ -47,7 +47,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: no such model folder")
         self.config = read_json(self.folder, "config.json")
         if self.config.get("auto_map") is not None:
-            _LOG.warning("%s: auto_map is ignored; code from a model folder never runs", self.folder)
+            _log.warning("%s: auto_map is ignored; code from a model folder never runs", self.folder)
         self.spec: ModelSpec = spec_from_config(self.config)
         self.generation_config = (
             read_json(self.folder, "generation_config.json")
@@ -118,7 +118,7 @@ class Checkpoint:
                 found = fields.integers("eos_token_id", low=0, high=_MAX_TOKEN_ID)
                 inside = tuple(dict.fromkeys(i for i in found if i < self.spec.vocab_size))
                 if len(inside) < len(set(found)):
-                    _LOG.warning("%s: end ids beyond the vocabulary are ignored: %s", where, found)
+                    _log.warning("%s: end ids beyond the vocabulary are ignored: %s", where, found)
                 return inside
         return ()
 
@@ -144,7 +144,7 @@ class Checkpoint:
             return True, head, head
         if self._same_content(embedding, head):
             return True, embedding, embedding
-        _LOG.warning("%s: tie_word_embeddings is set but %s differs: both are used", self.folder, head)
+        _log.warning("%s: tie_word_embeddings is set but %s differs: both are used", self.folder, head)
         return False, embedding, head
 
     def _same_content(self, first: str, second: str) -> bool:

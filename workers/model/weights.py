@@ -20,7 +20,7 @@ from safetensors import safe_open
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class WeightReader:
@@ -91,5 +91,5 @@ class WeightReader:
             file = self._checkpoint.tensors[name].file
             raise CheckpointError(f"{file}: tensor {name} holds NaN or infinite values")
         if tensor.ndim > 1 and tensor.numel() > 0 and not bool(tensor.any()):
-            _LOG.warning("tensor %s is all zero", name)
+            _log.warning("tensor %s is all zero", name)
         return tensor
