@@ -56,8 +56,9 @@ def quantized_oracle(folder: Path, form: Quantization, dtype: torch.dtype, ranks
             parts = list(weight.split(sizes, dim=1))
         elif module is head:
             parts = list(weight.split([len(share(spec.vocab_size, rank, ranks)) for rank in range(ranks)]))
+        own_form = form.of_head if module is head else form
         values = torch.cat(
-            [quantize(part.to(dtype), form).values() for part in parts], dim=0 if module is head else 1
+            [quantize(part.to(dtype), own_form).values() for part in parts], dim=0 if module is head else 1
         )
         module.weight.copy_(values.T if kind == "Conv1D" else values)
     return oracle
@@ -77,12 +78,12 @@ def test_float32_equals_transformers_with_the_same_values(
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_bfloat16_stays_close_however_chunked(name: str, form: Quantization, family_folder: Folders) -> None:
-    """As close as unquantized bfloat16 stays to float32: 8 bits of mantissa, logits of spread 1."""
+    """Logits of spread 1; unquantized bfloat16 is off by 0.02 in the mean, inputs of 8 bits add a little."""
     folder = family_folder(name)
     model = paged_model(folder, dtype=torch.bfloat16, quantization=form)
     found = logits_of(model, TEXT)
     error = (found - quantized_oracle(folder, form, torch.bfloat16).logits(TEXT)).abs()
-    assert float(error.mean()) < 0.02 and float(error.max()) < 0.25
+    assert float(error.mean()) < 0.03 and float(error.max()) < 0.25
     for chunk in (1, 7):
         assert torch.equal(logits_of(model, TEXT, chunk=chunk), found)
 
@@ -121,7 +122,7 @@ def test_two_ranks_in_bfloat16(
 ) -> None:
     wanted = quantized_oracle(family_folder("llama"), form, torch.bfloat16, ranks=2).logits(TEXT)
     error = (two_ranks["llama", form, "bfloat16"].logits[0] - wanted).abs()
-    assert float(error.mean()) < 0.02 and float(error.max()) < 0.25
+    assert float(error.mean()) < 0.03 and float(error.max()) < 0.25
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -49,8 +49,8 @@ def perplexity(folder: Path, token_ids: list[int], form: Quantization) -> float:
 def test_perplexity_of_the_embedded_model(folder: Path) -> None:
     token_ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
     plain, int8, int4 = (perplexity(folder, token_ids, form) for form in Quantization)
-    # 19.8, 20.6 and 21.1 on these 222 tokens; the codes alone do that, float32 products give the same.
-    # Over 3,447 tokens of six texts it is 0.5 % and 5.1 % more.
+    # 19.80, 20.79 and 19.87 on these 222 tokens, which the model half knows by heart; over 3,447 tokens of
+    # six other texts int8 costs 0.6 % and int4 0.5 %. Its layers come from 4 bits: int4 holds them exactly.
     assert 19 < plain < 20.6
-    assert int8 / plain < 1.05
-    assert int4 / plain < 1.08
+    assert int8 / plain < 1.06
+    assert int4 / plain < 1.03

@@ -161,8 +161,9 @@ class Kernels(Protocol):
         """Lays weight (out, in) out for this device, once. The result keeps its own copy where it needs one.
 
         out_dtype: of the result; None: the dtype of the weight. float32 saves the head a conversion.
-        quantization: the result is a product with `quantize(weight, quantization).values()`. Raises
-        ValueError where the weight does not fit that form.
+        quantization: the result is a product with `quantize(weight, quantization).values()`; kernels may
+        round the inputs to 8 bits as well, every row for itself. Raises ValueError where the weight does
+        not fit that form.
         """
         ...
 

@@ -1,4 +1,9 @@
-"""Packing of quantized weights for vpdpbusd. Rows enter the products of such a layer as 16-bit integers."""
+"""Packing of quantized weights for vpdpbusd.
+
+Rows enter the products of such a layer as 8-bit integers with a scale for every group of 32 inputs (as
+cpu/quant_rows.h says), for every batch size. A layer that holds a part of the inputs of a matrix counts its
+groups from its own first one.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,11 @@ from workers.kernels.packed import NativeLinear, WeightFormat, can_pack
 from workers.kernels.quantized import Quantization, QuantizedWeight
 
 FORMATS = {Quantization.INT8: WeightFormat.INT8, Quantization.INT4: WeightFormat.INT4}
-MAX_INPUTS = 1 << 17  # more would overflow a 32-bit sum of products
 
 
 def can_pack_quantized(library: Library, weight: torch.Tensor) -> bool:
     """Whether this CPU and this weight (out, in) suit the packed forms."""
-    return library.has_quantized and can_pack(library, weight) and weight.shape[1] <= MAX_INPUTS
+    return library.has_quantized and can_pack(library, weight)
 
 
 def pack_quantized(

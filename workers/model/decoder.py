@@ -29,7 +29,8 @@ def load_decoder(
 ) -> Decoder:
     """Reads this rank's part of the weights and lays it out for `device`. `kernels`: None for the fastest.
 
-    quantization: of the weights of all linear layers and of the head; embeddings and norms stay as they are.
+    quantization: of the weights of all linear layers, and of the head as `Quantization.of_head` says;
+    embeddings and norms stay as they are.
     Raises TensorParallelError when the model cannot be split that way, CheckpointError for weights that are
     not finite or not in the range of `quantization`.
     """

@@ -72,7 +72,7 @@ class _Loader:
             layers=tuple(self._layer(index) for index in range(spec.num_layers)),
             final_norm=self._norm(f"{names.prefix}{names.final_norm}"),
             head=VocabParallelHead(
-                self._pack(checkpoint.head_name, head, None, torch.float32),
+                self._pack(checkpoint.head_name, head, None, self._quantization.of_head, torch.float32),
                 tuple(len(spec.vocab_of_rank(rank, size)) for rank in range(size)),
                 self._parallel,
             ),
@@ -127,23 +127,25 @@ class _Loader:
         bias = None
         if has_bias:
             bias = torch.cat([self._vector(f"{name}.bias", spans) for name, spans in parts])
-        return self._pack(" and ".join(name for name, _ in parts), weight, bias)
+        return self._pack(" and ".join(name for name, _ in parts), weight, bias, self._quantization)
 
     def _row_parallel(self, name: str, inputs: range, has_bias: bool) -> RowParallelLinear:
         """Some inputs of a matrix. Rank 0 brings the bias, so that the sum over ranks has it once."""
         bias = self._vector(f"{name}.bias") if has_bias and self._parallel.rank == 0 else None
-        return RowParallelLinear(self._pack(name, self._matrix(name, inputs=inputs), bias), self._parallel)
+        packed = self._pack(name, self._matrix(name, inputs=inputs), bias, self._quantization)
+        return RowParallelLinear(packed, self._parallel)
 
     def _pack(
         self,
         name: str,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        quantization: Quantization,
         out_dtype: torch.dtype | None = None,
     ) -> PackedLinear:
         """The layer of one weight. Quantized, its groups of inputs start where this rank's inputs start."""
         try:
-            return self._kernels.pack_linear(weight, bias, out_dtype, self._quantization)
+            return self._kernels.pack_linear(weight, bias, out_dtype, quantization)
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {name}: {error}") from error
 

@@ -32,25 +32,24 @@ struct Int4 {
       }
     }
   }
-  // As Int8::tile. A group's sum of integers is below 2^24, so exact as a float; groups add up in order.
   template <int ROWS, int VECS, int FETCH>
-  static void tile(const char* rows, const RowShape& shape, const char* unit, int vecs, int v0, const char* ahead, float* sums) {
+  static void tile(const RowGroup* rows, size_t groups, const char* unit, int vecs, int v0, const char* ahead, float* sums) {
     constexpr int LINES = FETCH * GROUP_BYTES / 4;  // to be fetched a group
-    const size_t row_bytes = shape.bytes(), width = size_t(vecs) * 16;
+    const size_t width = size_t(vecs) * 16;
     const __m512i four_bits = _mm512_set1_epi8(15);
     __m512 total[ROWS][VECS];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < VECS; v++) total[r][v] = _mm512_setzero_ps();
-    const char *at = unit + v0 * 64, *parts = row_parts(rows);
-    for (size_t group = 0; group < shape.groups(); group++, at += width * GROUP_BYTES, parts += 2 * GROUP, ahead += LINES * 64) {
+    const char* at = unit + v0 * 64;
+    for (const RowGroup *x = rows, *end = rows + groups; x < end; x++, at += width * GROUP_BYTES, ahead += LINES * 64) {
       for (int i = 0; i < LINES; i++) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
-      __m512i high[ROWS][VECS], low[ROWS][VECS];
-#pragma GCC unroll 4
+      __m512i sum[ROWS][VECS];
+#pragma GCC unroll 6
       for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) high[r][v] = low[r][v] = _mm512_setzero_si512();
+        for (int v = 0; v < VECS; v++) sum[r][v] = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         __m512i first[VECS], second[VECS];
@@ -60,15 +59,11 @@ struct Int4 {
           first[v] = _mm512_and_si512(both, four_bits);
           second[v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), four_bits);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
-          const char* x = parts + r * row_bytes + i * 16;
-          const __m512i h0 = four_parts(x), l0 = four_parts(x + 4), h1 = four_parts(x + 8), l1 = four_parts(x + 12);
+          const __m512i x0 = four_codes(x[r * groups].codes + i * 8), x1 = four_codes(x[r * groups].codes + i * 8 + 4);
 #pragma GCC unroll 4
-          for (int v = 0; v < VECS; v++) {
-            high[r][v] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(high[r][v], first[v], h0), second[v], h1);
-            low[r][v] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(low[r][v], first[v], l0), second[v], l1);
-          }
+          for (int v = 0; v < VECS; v++) sum[r][v] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum[r][v], first[v], x0), second[v], x1);
         }
       }
       const char* halves = at + width * GROUP / 2 - v0 * 32;
@@ -78,21 +73,20 @@ struct Int4 {
         scale[v] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(halves + v * 32)));
         minimum[v] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(halves + width * 2 + v * 32)));
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int r = 0; r < ROWS; r++) {
-        const __m512 sum = _mm512_set1_ps(group_sums(rows + r * row_bytes, shape)[group]);
+        const __m512 row_scale = _mm512_set1_ps(x[r * groups].scale), row_sum = _mm512_set1_ps(x[r * groups].sum);
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) {
-          const __m512 whole = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]));
-          total[r][v] = _mm512_fmadd_ps(minimum[v], sum, _mm512_fmadd_ps(scale[v], whole, total[r][v]));
+          const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][v]), row_scale);
+          total[r][v] = _mm512_fmadd_ps(scaled, scale[v], _mm512_fmadd_ps(row_sum, minimum[v], total[r][v]));
         }
       }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECS; v++)
-        _mm512_storeu_ps(sums + r * UNIT + (v0 + v) * 16, _mm512_mul_ps(total[r][v], _mm512_set1_ps(row_head(rows + r * row_bytes).scale)));
+      for (int v = 0; v < VECS; v++) _mm512_storeu_ps(sums + r * UNIT + (v0 + v) * 16, total[r][v]);
   }
 };
 #endif
