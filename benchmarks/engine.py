@@ -31,6 +31,7 @@ from benchmarks.peers.catalogue import CATALOGUE, default_root
 from benchmarks.peers.process import PeerProcess
 from benchmarks.report import Row, print_table, record
 from benchmarks.roofs import RoofMeter
+from benchmarks.spin import SPIN_COUNT, spin_briefly
 from benchmarks.subjects import Subject, SubjectFailed, Tandem, Transformers
 from benchmarks.works import WEIGHT_FORMATS, Kind, WeightFormat, Work, limit, standard_works, sweep_works
 from cluster.embedded import ensure
@@ -42,9 +43,6 @@ MODEL_NAMES = {"smollm2-135m-instruct": "smollm2", "random-qwen2-0.5b": "qwen2-0
 OURS = "tandem"
 MAX_TRIES = 5
 TRANSFORMERS = "transformers"
-# How long the threads of libgomp spin at barriers, for all subjects alike, as rank processes have it. By
-# default other busy programs make a subject that waits there many times slower; alone it changes nothing.
-SPIN_COUNT = "GOMP_SPINCOUNT"
 
 Tell = Callable[[str], None]
 
@@ -271,6 +269,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if SPIN_COUNT not in os.environ:  # read when torch loads, so it takes a new start
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, SPIN_COUNT: "5000"})
+    spin_briefly()
     main()

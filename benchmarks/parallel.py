@@ -9,21 +9,19 @@ lines are the medians and their ratio (above 1: two ranks are faster). A busy ma
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from benchmarks.spin import spin_briefly
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
 from workers.runtime.launch import LocalGroup
 from workers.types import GenerateRequest, RequestId, SamplingParams
 
 PROMPT_TOKENS = 128
-SPIN_COUNT = "GOMP_SPINCOUNT"
 
 
 class Subject:
@@ -93,8 +91,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if (
-        SPIN_COUNT not in os.environ
-    ):  # as rank processes have it; read when torch loads, so it takes a new start
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, SPIN_COUNT: "5000"})
+    spin_briefly()
     main()

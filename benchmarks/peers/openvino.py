@@ -18,7 +18,7 @@ import numpy as np
 import openvino
 import openvino_genai as genai
 
-from benchmarks.peers.serve import TokenIds, serve
+from benchmarks.peers.serve import TokenIds, after_cached, check_lengths, serve
 
 _FORMATS = {"bf16": "fp32", "int8": "int8", "int4": "int4"}
 _CACHE_GB = 2
@@ -47,14 +47,11 @@ class OpenVino:
         started = time.perf_counter()
         found = self._pipeline.generate(tensors, [config] * len(prompts))
         seconds = time.perf_counter() - started
-        lengths = {len(result.m_generation_ids[0]) for result in found}
-        if lengths != {new_tokens}:
-            raise RuntimeError(f"asked for {new_tokens} tokens, got {sorted(lengths)}")
+        check_lengths((result.m_generation_ids[0] for result in found), new_tokens)
         return seconds
 
     def after_beginning(self, beginning: TokenIds, prompt: TokenIds) -> float:
-        self.generate([beginning], 1)
-        return self.generate([prompt], 1)
+        return after_cached(self, beginning, prompt)
 
 
 def load(folder: Path, weights: str, cache: Path, threads: int) -> OpenVino:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,19 @@ class Peer(Protocol):
     def after_beginning(self, beginning: TokenIds, prompt: TokenIds) -> float:
         """Seconds to the first token of `prompt` when its start has been computed before."""
         ...
+
+
+def after_cached(peer: Peer, beginning: TokenIds, prompt: TokenIds) -> float:
+    """`after_beginning` of a peer that finds beginnings in its prefix cache by itself."""
+    peer.generate([beginning], 1)
+    return peer.generate([prompt], 1)
+
+
+def check_lengths(answers: Iterable[Sized], new_tokens: int) -> None:
+    """Raises RuntimeError unless every answer has `new_tokens` tokens."""
+    lengths = {len(answer) for answer in answers}
+    if lengths != {new_tokens}:
+        raise RuntimeError(f"asked for {new_tokens} tokens, got {sorted(lengths)}")
 
 
 def serve(load: Callable[[Path, str, Path, int], Peer]) -> None:

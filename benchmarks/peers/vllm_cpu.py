@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.serve import TokenIds, serve
+from benchmarks.peers.serve import TokenIds, after_cached, check_lengths, serve
 
 
 class Vllm:
@@ -35,14 +35,11 @@ class Vllm:
         started = time.perf_counter()
         found = self._engine.generate(texts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
-        lengths = {len(result.outputs[0].token_ids) for result in found}
-        if lengths != {new_tokens}:
-            raise RuntimeError(f"asked for {new_tokens} tokens, got {sorted(lengths)}")
+        check_lengths((result.outputs[0].token_ids for result in found), new_tokens)
         return seconds
 
     def after_beginning(self, beginning: TokenIds, prompt: TokenIds) -> float:
-        self.generate([beginning], 1)
-        return self.generate([prompt], 1)
+        return after_cached(self, beginning, prompt)
 
 
 def load(folder: Path, _weights: str, _cache: Path, threads: int) -> Vllm:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.unit.dataplane.fakes import SECRET, request, run, serving, until
+from tests.unit.dataplane.fakes import SECRET, FakeGroup, request, run, serving, until
 from workers.channel import ClientIdentity, HandshakeFailed
 from workers.server import ServerLimits
 from workers.submit import SubmitClient, SubmitRefused
@@ -31,15 +31,21 @@ def test_a_front_that_gets_no_answer_gives_up_in_time() -> None:
     run(test())
 
 
+async def connected(group: FakeGroup, lost: list[str], dead_after_s: float) -> SubmitClient:
+    """A front whose reasons for the end of its connection go to `lost`."""
+    identity = ClientIdentity(client_id="front", secret=SECRET, subscribes=False)
+    client = SubmitClient(identity, on_lost=lost.append, dead_after_s=dead_after_s)
+    await client.connect(group.address.host, group.address.port)
+    return client
+
+
 def test_a_front_hears_of_a_rank_0_that_falls_silent() -> None:
     """A stopped process keeps its connections: only the heartbeats that do not come tell."""
 
     async def test() -> None:
         async with serving(ServerLimits(heartbeat_s=60.0)) as group:
             lost: list[str] = []
-            identity = ClientIdentity(client_id="front", secret=SECRET, subscribes=False)
-            client = SubmitClient(identity, on_lost=lost.append, dead_after_s=0.2)
-            await client.connect(group.address.host, group.address.port)
+            client = await connected(group, lost, dead_after_s=0.2)
             assert client.is_open
             await until(lambda: lost != [])
             assert re.fullmatch(r"silent for 0\.[2-9] s", lost[0])
@@ -53,9 +59,7 @@ def test_a_front_keeps_a_rank_0_that_beats() -> None:
     async def test() -> None:
         async with serving(ServerLimits(heartbeat_s=0.05)) as group:
             lost: list[str] = []
-            identity = ClientIdentity(client_id="front", secret=SECRET, subscribes=False)
-            client = SubmitClient(identity, on_lost=lost.append, dead_after_s=0.3)
-            await client.connect(group.address.host, group.address.port)
+            client = await connected(group, lost, dead_after_s=0.3)
             await asyncio.sleep(0.8)
             assert (lost, client.is_open) == ([], True)
             client.close()
