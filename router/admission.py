@@ -65,11 +65,17 @@ class Admission:
         self._inflight_of_tenant[tenant] += 1
         return AdmittedRequest(self, tenant, num_tokens, self._clock())
 
+    def unavailable(
+        self, message: str, *, code: str = "server_is_overloaded", retry_after_s: float = _MIN_RETRY_S
+    ) -> ApiError:
+        """503 for a reason outside of this replica, with a Retry-After around `retry_after_s`."""
+        return overloaded(message, retry_after_s=self._spread(retry_after_s), code=code)
+
     def _refusal(self, message: str, *, code: str = "server_is_overloaded", status: int = 503) -> ApiError:
         wait_s = min(max(self._mean_queue_s, _MIN_RETRY_S), _MAX_RETRY_S)
-        return overloaded(message, retry_after_s=self.spread(wait_s), code=code, status=status)
+        return overloaded(message, retry_after_s=self._spread(wait_s), code=code, status=status)
 
-    def spread(self, wait_s: float) -> float:
+    def _spread(self, wait_s: float) -> float:
         """A waiting time around `wait_s`, so that those who are told at once do not come back at once."""
         return wait_s * (0.75 + 0.5 * self._random())
 
