@@ -296,3 +296,25 @@ async def serving(limits: ServerLimits = FAST_SERVER, *, steps: bool = False) ->
         yield group
     finally:
         await group.stop()
+
+
+@asynccontextmanager
+async def cluster() -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        yield Cluster(stack)
+
+
+def with_cluster(test: Callable[[Cluster], Coroutine[Any, Any, None]], timeout_s: float = 10.0) -> None:
+    async def body() -> None:
+        async with cluster() as groups:
+            await test(groups)
+
+    run(body(), timeout_s)
+
+
+async def collect(router: SocketDispatcher, wanted: GenerateRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in router.generate(wanted)]
+
+
+def tokens(chunks: Sequence[TokenChunk], choice: int = 0) -> list[int]:
+    return [token for chunk in chunks if chunk.choice == choice for token in chunk.token_ids]

@@ -11,8 +11,17 @@ import pytest
 
 from router.dispatcher import SocketDispatcher
 from router.link import LinkLimits
-from tests.unit.dataplane.fakes import FAST, SECRET, Cluster, request, run, until
-from tests.unit.dataplane.test_dispatcher import collect, tokens, with_cluster
+from tests.unit.dataplane.fakes import (
+    FAST,
+    SECRET,
+    Cluster,
+    collect,
+    request,
+    run,
+    tokens,
+    until,
+    with_cluster,
+)
 from workers.types import FinishReason, GenerateRequest, GroupAddress, GroupId
 
 A, B = GroupId("a"), GroupId("b")

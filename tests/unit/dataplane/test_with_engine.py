@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from router.dispatcher import SocketDispatcher
-from tests.unit.dataplane.fakes import FAST, FAST_SERVER, SECRET, info, run, until
+from tests.unit.dataplane.fakes import FAST, FAST_SERVER, SECRET, collect, info, run, tokens, until
 from tests.unit.engine.toy import VOCAB, ToyExecutor, reference
 from workers.channel import ClientIdentity
 from workers.config import CacheConfig, ScheduleConfig
@@ -26,7 +26,6 @@ from workers.types import (
     RequestId,
     Role,
     SamplingParams,
-    TokenChunk,
 )
 
 BLOCK_SIZE = 4
@@ -84,14 +83,6 @@ async def served() -> AsyncIterator[Served]:
 def ask(name: str, prompt: Sequence[int], **changes: object) -> GenerateRequest:
     sampling = replace(SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), **changes)  # type: ignore[arg-type]  # fields by name
     return GenerateRequest(request_id=RequestId(name), prompt_token_ids=tuple(prompt), sampling=sampling)
-
-
-async def collect(router: SocketDispatcher, wanted: GenerateRequest) -> list[TokenChunk]:
-    return [chunk async for chunk in router.generate(wanted)]
-
-
-def tokens(chunks: Sequence[TokenChunk], choice: int = 0) -> list[int]:
-    return [token for chunk in chunks if chunk.choice == choice for token in chunk.token_ids]
 
 
 def test_many_requests_under_eviction_and_preemption_keep_tokens_and_index_exact() -> None:
