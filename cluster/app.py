@@ -49,7 +49,12 @@ def build(args: dict[str, Any]) -> Application:
     ]
     if problems:
         raise ConfigError(problems)
-    groups = _pool("unified", Role.UNIFIED, config.pools.unified, model, config)
+    return assemble(config, model)
+
+
+def assemble(config: TandemConfig, model: ModelConfig) -> Application:
+    """A deployment of each pool, and the router with a handle of every one; `model` is where it is here."""
+    pools = config.pools.by_name()
     start = RouterStart(
         http=replace(config.router.http, model_name=model.name),
         policy=config.router.placement_policy(),
@@ -60,17 +65,18 @@ def build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
-        graceful_shutdown_timeout_s=config.pools.unified.drain_timeout_s + _STOP_MARGIN_S,
+        graceful_shutdown_timeout_s=max(pool.drain_timeout_s for pool in pools.values()) + _STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
+    groups = {name: _pool(name, pool, model, config) for name, pool in pools.items()}
     return deployment(Router).bind(start, groups)
 
 
-def _pool(name: str, role: Role, pool: PoolConfig, model: ModelConfig, config: TandemConfig) -> Application:
+def _pool(name: str, pool: PoolConfig, model: ModelConfig, config: TandemConfig) -> Application:
     """The deployment of a pool: a replica is the front of one group, in the group's placement group."""
     settings = FrontSettings(
         pool=name,
-        role=role,
+        role=Role(name),
         config=pool.group(model),
         on_loopback=config.network.interface == "loopback",
         start_timeout_s=pool.start_timeout_s,

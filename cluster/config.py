@@ -9,11 +9,13 @@ import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from cluster.config_tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
+from cluster.pools import pool_problems
 from cluster.problems import ConfigError, Problem, join, unknown_key
 from cluster.yaml_tree import read_yaml
 
@@ -92,7 +94,8 @@ def check_config(tree: object) -> tuple[TandemConfig | None, list[Problem]]:
         return None, [_problem(tree, entry["type"], entry["loc"], entry["msg"]) for entry in error.errors()]
     except (TypeError, ValueError) as error:
         return None, [Problem(path="", message=f"not plain data: {error}")]
-    problems = [*elsewhere, *_range_problems(config), *_cross_problems(config)]
+    problems = [*elsewhere, *_empty_pools(tree), *_range_problems(config), *_cross_problems(config)]
+    problems += pool_problems(config)
     return (None, problems) if problems else (config, [])
 
 
@@ -154,6 +157,8 @@ def apply_overrides(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict
 
 def _children(kind: Any) -> dict[str, Any] | None:
     """Names and types of the fields of a node of the tree; None for a leaf value."""
+    if isinstance(kind, UnionType):  # a part that may be left out
+        kind = next((option for option in get_args(kind) if option is not NoneType), kind)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return {name: info.annotation for name, info in kind.model_fields.items()}
     if isinstance(kind, type) and is_dataclass(kind):
@@ -236,6 +241,15 @@ def _range_problems(config: TandemConfig) -> Iterable[Problem]:
             yield Problem(
                 path=join(*path), message="not one of the choices", got=repr(value), allowed=allowed
             )
+
+
+def _empty_pools(tree: Mapping[str, Any]) -> Iterable[Problem]:
+    """A pool without a single key is null in YAML, which would read as no such pool."""
+    pools = tree.get("pools")
+    for name, pool in pools.items() if isinstance(pools, Mapping) else ():
+        if pool is None:
+            hint = "write {} for a pool with all defaults"
+            yield Problem(path=join("pools", name), message="the pool is empty", got="null", hint=hint)
 
 
 def _cross_problems(config: TandemConfig) -> Iterable[Problem]:

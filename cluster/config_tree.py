@@ -8,9 +8,9 @@ measured at start (number of blocks, addresses) are never part of it. Read it wi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.policy import PlacementPolicy, PolicyConfig
 from router.settings import RouterSettings
@@ -70,14 +70,21 @@ class PoolConfig(BaseModel):
 
 
 class PoolsConfig(BaseModel):
-    """The pools of worker groups."""
+    """The pools of worker groups; which may stand together says `cluster.pools`. None at all: one unified."""
 
     model_config = _STRICT
-    unified: PoolConfig = Field(default_factory=PoolConfig)  # prompt and generation in the same group
+    unified: PoolConfig | None = None  # prompt and generation in the same group
+    prefill: PoolConfig | None = None  # computes prompts, whose KV blocks other groups read
+    decode: PoolConfig | None = None  # answers; reads blocks from prefill groups, or computes them
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_at_least(cls, pools: Any) -> Any:
+        return {"unified": {}} if pools == {} else pools
 
     def by_name(self) -> dict[str, PoolConfig]:
-        """The pools; their names are also those of their Serve deployments."""
-        return dict(self)
+        """The pools there are; their names are their Serve deployments' and their groups' roles."""
+        return {name: pool for name, pool in self if pool is not None}
 
 
 class RouterConfig(BaseModel):

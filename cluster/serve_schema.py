@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import check_config
+from cluster.pools import deployment_problems
 from cluster.problems import Problem, join, unknown_key
 from cluster.yaml_tree import Path, YamlTree, read_yaml
 
@@ -191,6 +192,12 @@ def grpc_port(tree: dict[str, Any]) -> int | None:
     return port if isinstance(port, int) else None
 
 
+def _pool_names(args: Any) -> Sequence[str]:
+    """The pools that a config with mistakes names."""
+    pools = args.get("pools") if isinstance(args, dict) else None
+    return list(pools) if isinstance(pools, dict) and pools else ["unified"]
+
+
 def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
     base: Path = ("applications", index)
     app = tree.value["applications"][index]
@@ -199,10 +206,15 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
     for problem in problems:
         path = (*base, "args", *problem.path.split("."))
         yield replace(problem, path=join(*path), line=tree.line_of(path))
-    names: Sequence[str] = [ROUTER_DEPLOYMENT, *(config.pools.by_name() if config else ("unified",))]
     deployments = app.get("deployments")
+    deployments = deployments if isinstance(deployments, list) else []
+    if config is not None:
+        for problem in deployment_problems(config, deployments):
+            path = (*base, "args", *problem.path.split("."))
+            yield replace(problem, path=join(*path), line=tree.line_of(path))
+    names: Sequence[str] = [ROUTER_DEPLOYMENT, *(config.pools.by_name() if config else _pool_names(args))]
     seen: dict[str, int] = {}
-    for i, deployment in enumerate(deployments if isinstance(deployments, list) else []):
+    for i, deployment in enumerate(deployments):
         if not isinstance(deployment, dict) or not isinstance(deployment.get("name"), str):
             continue
         here, name = (*base, "deployments", i), deployment["name"]

@@ -19,6 +19,7 @@ from cluster.config import apply_overrides, check_config
 from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
 from cluster.embedded import EmbeddedModelError, canonical_path, model_folder
 from cluster.model_check import open_model
+from cluster.pools import deployment_problems
 from cluster.problems import ConfigError, Problem
 from cluster.serve_api import ingress_url
 from cluster.serve_schema import IMPORT_PATH, check_file, grpc_port
@@ -89,7 +90,9 @@ def load_deployment(
     )
     args = apply_overrides(app.get("args") or {}, assignments)
     config, problems = check_config(args)
-    if config is None:  # each part alone was right, so it is a value of --set
+    if config is not None:
+        problems = list(deployment_problems(config, app.get("deployments") or ()))
+    if config is None or problems:  # each part alone was right, so it is a value of --set
         raise ConfigError(replace(problem, file=_COMMAND_LINE) for problem in problems)
     # Processes of the cluster have other working folders and, elsewhere, another home.
     model = replace(config.model, path=canonical_path(config.model.path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from router.policy import PolicyConfig
 from router.settings import RouterSettings
 from router.telemetry import Telemetry
 from router.tokenizer import TextTokenizer
+from workers.group_start import pool_of
 from workers.secret import application_secret
 from workers.types import GenerateRequest, GroupId
 
@@ -35,16 +36,19 @@ class RouterStart:
 
 
 class GroupSender:
-    """Hands requests to groups through Serve's handle; `router.request_router` follows the ranking."""
+    """Hands requests to groups through Serve's handles; `router.request_router` follows the ranking."""
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
+        """A handle of each pool, by name."""
+        self._handles = handles
 
     async def __call__(self, ranked: Sequence[GroupId], client_id: str, request: GenerateRequest) -> GroupId:
-        """Which group took the request. Raises what the front raised, or what Serve did."""
+        """Which group of the best one's pool took the request. Raises what the front raised, or what Serve
+        did."""
+        submit = self._handles[pool_of(ranked[0])].submit
         # Serve numbers a call by the HTTP request it finds in the context, and loses one of two calls with
         # the same number: the prompts of one list would be such. In an empty context each has its own.
-        response = Context().run(self._handle.submit.remote, client_id, request, ranked_groups=tuple(ranked))
+        response = Context().run(submit.remote, client_id, request, ranked_groups=tuple(ranked))
         taken_by: GroupId = await response
         return taken_by
 
@@ -53,7 +57,9 @@ class GroupSender:
 class Router:
     """Serve replica class. Starting it waits for no group: `/ready` says when there is one."""
 
-    async def __init__(self, start: RouterStart, groups: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, start: RouterStart, groups: Mapping[str, DeploymentHandle[Any]]
+    ) -> None:
         context = serve.get_replica_context()
         settings = replace(start.http, replica=context.replica_id.unique_id)
         secret = await asyncio.to_thread(application_secret, context.app_name)

@@ -39,3 +39,8 @@ class LoadedGroup:
 def group_id_of(pool: str, replica_id: str) -> GroupId:
     """Id of the group whose front is this Serve replica. A rebuilt group is a new replica, so a new id."""
     return GroupId(f"{pool}-{replica_id}")
+
+
+def pool_of(group_id: GroupId) -> str:
+    """The pool of a group, which is the name of its Serve deployment."""
+    return group_id.partition("-")[0]

@@ -26,7 +26,7 @@ def test_an_empty_tree_is_the_embedded_model_in_one_pool() -> None:
     config = parse_config({})
     assert config.model.path == "embedded"
     assert list(config.pools.by_name()) == ["unified"]
-    assert config.pools.unified.bundles() == [{"CPU": 1.0}]
+    assert config.pools.by_name()["unified"].bundles() == [{"CPU": 1.0}]
     assert config.router.placement_policy() == PolicyConfig(policy=PlacementPolicy.PREFIX)
 
 
@@ -34,17 +34,16 @@ def test_values_reach_the_leaves_that_the_parts_receive() -> None:
     tree = pool(tensor_parallel=2, cpus_per_rank=0.5, cache={"block_size": 32})
     tree |= {"model": {"path": "/m", "dtype": "float32"}, "router": {"policy": "round_robin"}}
     config = parse_config(tree)
-    group = config.pools.unified.group(config.model)
+    group = config.pools.by_name()["unified"].group(config.model)
     assert (group.model.path, group.model.dtype) == ("/m", "float32")
     assert group.parallel.tensor_parallel == 2
     assert group.cache == CacheConfig(block_size=32)
-    assert config.pools.unified.bundles() == [{"CPU": 0.5}, {"CPU": 0.5}]
+    assert config.pools.by_name()["unified"].bundles() == [{"CPU": 0.5}, {"CPU": 0.5}]
 
 
 def test_cuda_ranks_ask_for_a_gpu_each() -> None:
-    assert parse_config(pool(parallel={"device": "cuda"})).pools.unified.bundles() == [
-        {"CPU": 1.0, "GPU": 1.0}
-    ]
+    config = parse_config(pool(parallel={"device": "cuda"}))
+    assert config.pools.by_name()["unified"].bundles() == [{"CPU": 1.0, "GPU": 1.0}]
 
 
 @pytest.mark.parametrize(

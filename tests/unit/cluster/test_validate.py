@@ -146,7 +146,8 @@ def test_a_pool_too_small_for_the_longest_request_names_the_least_size(tmp_path:
         "model.max_model_len 1000; got 62; allowed: at least 63"
     )
     assignments[1] = "pools.unified.cache.num_blocks=63"
-    assert load_deployment(file, assignments=assignments).config.pools.unified.cache.num_blocks == 63
+    config = load_deployment(file, assignments=assignments).config
+    assert config.pools.by_name()["unified"].cache.num_blocks == 63
 
 
 def test_the_model_is_compared_with_the_pools(tmp_path: Path, tiny_model: Path) -> None:
@@ -253,7 +254,8 @@ def test_every_shipped_file_passes_our_check_and_ray_s_own(file: Path) -> None:
     schema = ServeDeploySchema.model_validate(read_yaml(file.read_bytes()).value)
     (application,) = schema.applications
     assert application.import_path == "cluster.app:build"
-    assert {entry.name for entry in application.deployments} == {"router", "unified"}
+    pools = deployment.config.pools.by_name()
+    assert {entry.name for entry in application.deployments} == {"router", *pools}
     assert schema.http_options.host == deployment.host == "127.0.0.1"
     assert schema.http_options.port == deployment.port == 8000
     assert deployment.config.model.path == "embedded"

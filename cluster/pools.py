@@ -1,0 +1,66 @@
+"""Which pools of worker groups may stand together, and with which Serve deployments.
+
+unified             every group answers, from the prompt to the last token
+prefill + decode    decode groups answer; what they lack of a prompt's KV blocks they read from prefill
+                    groups, or compute themselves when that is sooner
+all three           requests go to unified and decode groups; decode alone is the same as unified
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cluster.config_tree import PoolConfig, TandemConfig
+from cluster.problems import Problem
+
+_REPLICAS = "how many groups it has is num_replicas of the deployment of that name"
+
+
+def pool_problems(config: TandemConfig) -> Iterable[Problem]:
+    """Pools that cannot work together: groups name blocks by hashes of whole blocks, so all must cut prompts
+    alike, and find blocks by their hashes at all."""
+    pools = config.pools.by_name()
+    if "prefill" in pools and "decode" not in pools:
+        yield Problem(
+            path="pools.prefill",
+            message="a prefill pool without a decode pool: it only computes prompts, nobody would answer",
+            hint="add pools.decode, or call the pool unified",
+        )
+    first, *others = pools.items()
+    for name, pool in others:
+        yield from _misfits(*first, name, pool)
+    if "prefill" in pools:
+        for name, pool in pools.items():
+            if not pool.cache.prefix_reuse:
+                yield Problem(
+                    path=f"pools.{name}.cache.prefix_reuse",
+                    message="groups of prefill and decode pools find each other's blocks by prefix reuse",
+                    got="false",
+                    allowed="true",
+                )
+
+
+def _misfits(name: str, pool: PoolConfig, other_name: str, other: PoolConfig) -> Iterable[Problem]:
+    size, other_size = pool.cache.block_size, other.cache.block_size
+    if size != other_size:
+        yield Problem(
+            path=f"pools.{other_name}.cache.block_size",
+            message=f"groups cannot read each other's blocks: pools.{name}.cache.block_size is {size}",
+            got=str(other_size),
+            allowed=str(size),
+            hint="give both the same",
+        )
+
+
+def deployment_problems(config: TandemConfig, deployments: Sequence[Any]) -> Iterable[Problem]:
+    """Pools of which the file names no deployment. The only pool may do without: it has one group then."""
+    named = {entry.get("name") for entry in deployments if isinstance(entry, Mapping)}
+    pools = config.pools.by_name()
+    for name in pools:
+        if len(pools) > 1 and name not in named:
+            yield Problem(
+                path=f"pools.{name}",
+                message="a pool without an entry in deployments",
+                hint=f"add {{name: {name}, num_replicas: 1}} there; {_REPLICAS}",
+            )
