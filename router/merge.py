@@ -10,6 +10,8 @@ from router.dispatch import Dispatcher
 from router.tasks import end_tasks
 from workers.types import GenerateRequest, TokenChunk
 
+_MAX_AHEAD = 16  # chunks of a request that wait for the reader
+
 
 async def merged(
     dispatcher: Dispatcher, requests: Sequence[GenerateRequest]
@@ -23,13 +25,15 @@ async def merged(
             async for chunk in chunks:
                 yield 0, chunk
         return
-    # Bounded by the requests' own max_tokens.
     queue: asyncio.Queue[tuple[int, TokenChunk | Exception | None]] = asyncio.Queue()
+    # What a slow reader leaves untaken waits in the requests' own streams, which have a limit.
+    room = [asyncio.Semaphore(_MAX_AHEAD) for _ in requests]
 
     async def pump(index: int, request: GenerateRequest) -> None:
         try:
             async with aclosing(dispatcher.generate(request)) as chunks:
                 async for chunk in chunks:
+                    await room[index].acquire()
                     queue.put_nowait((index, chunk))
         except Exception as error:  # raised again where the queue is read
             queue.put_nowait((index, error))
@@ -46,6 +50,7 @@ async def merged(
             elif isinstance(item, Exception):
                 raise item
             else:
+                room[index].release()
                 yield index, item
     finally:
         await end_tasks(*pumps)
