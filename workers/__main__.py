@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workers.config import GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
-from workers.news import News
+from workers.progress import Progress
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str]) -> int:
             tensor_parallel=options.tp, threads_per_rank=options.threads, device=options.device
         ),
     )
-    with News(sys.stderr) as news:
-        news.start("loading torch and transformers")
+    with Progress(sys.stderr) as progress:
+        progress.start("loading torch and transformers")
         # Here, not above: it takes seconds, in which bad options are refused and something is said.
         from workers.offline import run
 
-        return run(config, options, news)
+        return run(config, options, progress)
 
 
 def _parser() -> argparse.ArgumentParser:

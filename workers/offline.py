@@ -14,22 +14,22 @@ from workers.config import CacheConfig, GroupConfig
 from workers.engine.engine import Engine
 from workers.engine.step import GroupFailed
 from workers.model.errors import CheckpointError
-from workers.news import News
+from workers.progress import Progress
 from workers.runtime.launch import LocalGroup
 from workers.types import FinishReason, GenerateRequest, RequestId, RequestRefused, SamplingParams, TokenChunk
 
 _REPLACEMENT = "\ufffd"  # what a tokenizer decodes half a character to
 
 
-def run(config: GroupConfig, options: argparse.Namespace, news: News) -> int:
+def run(config: GroupConfig, options: argparse.Namespace, progress: Progress) -> int:
     """Carries out the command `options.command` (options as `workers.__main__` reads them)."""
     try:
         if options.command == "generate":
-            _generate(config, options, news)
+            _generate(config, options, progress)
         else:
-            _bench(config, options, news)
+            _bench(config, options, progress)
     except (CheckpointError, GroupFailed, RequestRefused, ValueError, OSError) as error:
-        news.end(f"error: {error}")
+        progress.end(f"error: {error}")
         return 1
     return 0
 
@@ -44,10 +44,10 @@ def _engine(config: GroupConfig, group: LocalGroup, *, prefix_reuse: bool = True
     )
 
 
-def _generate(config: GroupConfig, options: argparse.Namespace, news: News) -> None:
-    news.start(f"loading {config.model.path}")
+def _generate(config: GroupConfig, options: argparse.Namespace, progress: Progress) -> None:
+    progress.start(f"loading {config.model.path}")
     with LocalGroup(config) as group:
-        news.start("loading the tokenizer")
+        progress.start("loading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
         text = options.prompt
         if options.chat:
@@ -68,9 +68,9 @@ def _generate(config: GroupConfig, options: argparse.Namespace, news: News) -> N
         engine.add(
             GenerateRequest(request_id=RequestId("prompt"), prompt_token_ids=tuple(prompt), sampling=sampling)
         )
-        news.start(f"ready, {len(prompt)} prompt tokens")
+        progress.start(f"ready, {len(prompt)} prompt tokens")
         for piece in _text_of(_run(engine), tokenizer):
-            news.end()
+            progress.end()
             print(piece, end="", flush=True)
         print()
 
@@ -114,8 +114,8 @@ class BenchRow:
     total_s: float
 
 
-def _bench(config: GroupConfig, options: argparse.Namespace, news: News) -> None:
-    news.start(f"loading {config.model.path}")
+def _bench(config: GroupConfig, options: argparse.Namespace, progress: Progress) -> None:
+    progress.start(f"loading {config.model.path}")
     started = time.perf_counter()
     with LocalGroup(config) as group:
         if not options.json:
@@ -131,7 +131,7 @@ def _bench(config: GroupConfig, options: argparse.Namespace, news: News) -> None
             )
         rows = []
         for batch in options.batch:
-            news.start(f"batch {batch}")
+            progress.start(f"batch {batch}")
             _measure(config, group, batch, options)  # the first run touches memory and fills caches
             row = _measure(config, group, batch, options)
             rows.append(row)

@@ -10,7 +10,7 @@ from typing import Self, TextIO
 _REPEAT_S = 1.8  # never silent for two seconds
 
 
-class News:
+class Progress:
     """Lines on a stream, kept going by a thread of its own. Use as a context."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -19,7 +19,7 @@ class News:
         self._text = ""
         self._has_changed = threading.Condition()
         self._is_over = False
-        self._thread = threading.Thread(target=self._repeat, name="news", daemon=True)
+        self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
 
     def start(self, text: str) -> None:
         """Says what is being done from now on."""
@@ -55,6 +55,6 @@ class News:
     def _repeat(self) -> None:
         with self._has_changed:
             while not self._is_over:
-                has_news = self._has_changed.wait(_REPEAT_S)
-                if not has_news and self._text:
+                is_new = self._has_changed.wait(_REPEAT_S)
+                if not is_new and self._text:
                     self._say(f"... {self._text}")
