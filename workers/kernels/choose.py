@@ -8,8 +8,8 @@ import torch
 
 from workers.kernels.compiler import KernelsUnavailable, default_cache, library
 from workers.kernels.interface import Kernels
-from workers.kernels.library import Library
-from workers.kernels.native import DTYPES, CpuKernels
+from workers.kernels.library import DTYPES, Library
+from workers.kernels.native import CpuKernels
 from workers.kernels.reference import TorchKernels
 
 _log = logging.getLogger(__name__)

@@ -8,9 +8,8 @@ import weakref
 
 import torch
 
-from workers.kernels.library import Library
+from workers.kernels.library import DTYPES, Library
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C entry points number them
 _TIMEOUT, _ABORTED, _OUT_OF_STEP = 1, 2, 3  # enum Failure
 
 
@@ -46,7 +45,7 @@ class SharedCollective:
     def all_reduce(self, x: torch.Tensor) -> None:
         """Sum over all ranks, in place; x is contiguous, float32 or bfloat16. Raises CollectiveFailed."""
         assert x.is_contiguous() and x.device.type == "cpu", (x.stride(), x.device)
-        self._library.all_reduce(_DTYPES[x.dtype], self._address, x.data_ptr(), x.numel())
+        self._library.all_reduce(DTYPES[x.dtype], self._address, x.data_ptr(), x.numel())
         self.check()
 
     def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor | None:

@@ -7,8 +7,11 @@ from ctypes import c_double, c_float, c_int, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from workers.kernels.compiler import KernelsUnavailable
 
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the entry points number them
 POINTER, SIZE, FLAG, REAL = c_void_p, c_long, c_int, c_float
 
 
@@ -17,7 +20,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         """Raises KernelsUnavailable where the file cannot be loaded, as from a folder mounted noexec."""
-        # torch must have been imported: then its libgomp, of the same name, is the OpenMP runtime of both.
+        # torch has been imported, so its libgomp, of the same name, is the OpenMP runtime of both.
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:

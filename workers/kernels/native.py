@@ -13,14 +13,12 @@ from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw
 from workers.kernels.fused import NativeStep, can_fuse
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
-from workers.kernels.library import Library
+from workers.kernels.library import DTYPES, Library
 from workers.kernels.memory import HugeMemory
 from workers.kernels.packed import can_pack, dense_rows, pack
 from workers.kernels.packed_quantized import can_pack_quantized, pack_quantized
 from workers.kernels.quantized import Quantization, quantize
 from workers.kernels.reference import TorchKernels
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C entry points number them
 
 
 class CpuKernels:
