@@ -40,13 +40,15 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "tandem" / "kernels"
 
 
-def library(cache: Path, sources: Path = SOURCES, march: str = "native") -> Path:
+def library(
+    cache: Path, sources: Path = SOURCES, march: str = "native", defines: tuple[str, ...] = ()
+) -> Path:
     """The compiled library for this machine, built now if it is not there. Raises KernelsUnavailable.
 
     sources: folder with kernels.cpp and what it includes. march: an instruction set by g++'s name; tests
-    build what older CPUs get.
+    build what other CPUs get, and by `defines` (macros) what stands in for instructions that this one lacks.
     """
-    flags = (*FLAGS, f"-march={march}")
+    flags = (*FLAGS, f"-march={march}", *(f"-D{name}" for name in defines))
     path = _target(cache, sources, flags)
     if path.exists():
         return path

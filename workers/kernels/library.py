@@ -60,8 +60,9 @@ class Library:
         self.has_linear = bool(entry("has_linear", returns=FLAG)())
         self.has_quantized = bool(entry("has_quantized", returns=FLAG)())
         if self.has_linear:  # where the CPU has AVX512-BF16, or AVX2 and FMA
-            self.packed_bytes = entry("packed_bytes", SIZE, SIZE, returns=SIZE)
-            self.pack = entry("pack", POINTER, SIZE, SIZE, POINTER, FLAG)
+            self.can_use_tiles = bool(entry("can_use_tiles", returns=FLAG)())
+            self.packed_bytes = entry("packed_bytes", FLAG, SIZE, SIZE, returns=SIZE)
+            self.pack = entry("pack", FLAG, POINTER, SIZE, SIZE, POINTER, FLAG)
             self.linear = entry("linear", POINTER, POINTER, SIZE, SIZE, POINTER, FLAG, FLAG)
             self.step = entry("step", POINTER, POINTER, POINTER, FLAG)
             self.step_scratch = entry("step_scratch", returns=POINTER)

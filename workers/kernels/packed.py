@@ -16,9 +16,10 @@ from workers.kernels.memory import HugeMemory
 class WeightFormat(IntEnum):
     """As in cpu/linear.h."""
 
-    BF16_PAIRS = 0  # columns in pairs of inputs
+    BF16_PAIRS = 0  # columns in pairs of inputs, for AVX512-BF16 or AVX2
     INT8 = 1  # columns in fours of inputs, for vpdpbusd; see workers.kernels.quantized
     INT4 = 2
+    BF16_TILES = 3  # columns in the tiles of AMX
 
 
 class PackedWeights(ctypes.Structure):
@@ -94,13 +95,14 @@ def pack(
 ) -> NativeLinear:
     """Lays weight (out, in) out in `memory`; out_dtype bfloat16 or float32. The weight itself is not kept."""
     out_features, in_features = weight.shape
-    packed = memory.take(library.packed_bytes(out_features, in_features))
+    form = WeightFormat.BF16_TILES if library.can_use_tiles else WeightFormat.BF16_PAIRS
+    packed = memory.take(library.packed_bytes(form, out_features, in_features))
     dense = weight.contiguous()
-    library.pack(dense.data_ptr(), out_features, in_features, packed.data_ptr(), torch.get_num_threads())
-    wide_bias = None if bias is None else bias.float().contiguous()
-    return NativeLinear(
-        library, WeightFormat.BF16_PAIRS, packed, wide_bias, in_features, out_features, out_dtype
+    library.pack(
+        form, dense.data_ptr(), out_features, in_features, packed.data_ptr(), torch.get_num_threads()
     )
+    wide_bias = None if bias is None else bias.float().contiguous()
+    return NativeLinear(library, form, packed, wide_bias, in_features, out_features, out_dtype)
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

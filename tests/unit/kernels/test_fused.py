@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.kernels.batches import make_batch
-from tests.unit.kernels.builds import PACKED_MARCHES, build
+from tests.unit.kernels.builds import PACKED, build
 from workers.kernels import (
     FusedStep,
     Kernels,
@@ -28,7 +28,7 @@ HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS = 96, 6, 2, 24, 200, 300, 3
 BLOCK_SIZE, NUM_BLOCKS = 8, 60
 
 
-@pytest.fixture(params=PACKED_MARCHES)
+@pytest.fixture(params=PACKED)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return CpuKernels(build(request.param), torch.bfloat16)
 

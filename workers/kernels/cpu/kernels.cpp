@@ -144,10 +144,12 @@ void tandem_gather_rows(Collective* collective, const void* mine, long rows, con
   collective->gather_rows((const char*)mine, size_t(rows), row_bytes, (char*)out);
 }
 #ifdef HAS_PRODUCTS
-long tandem_packed_bytes(long n, long k) { return long(Units{size_t(n), size_t(k)}.bytes()); }
-void tandem_pack(const bf16* weight, long n, long k, char* packed, int threads) {
-  Units units{size_t(n), size_t(k)};
-  for_rows(long(units.count()), UNIT * k, threads, [&](long u) { pack_unit(weight, units, size_t(u), packed); });
+// 1 when weights of format BF16_TILES can be used from now on.
+int tandem_can_use_tiles() { return can_use_tiles(); }
+long tandem_packed_bytes(int format, long n, long k) { return long(bf16_bytes(format, Units{size_t(n), size_t(k)})); }
+void tandem_pack(int format, const bf16* weight, long n, long k, char* packed, int threads) {
+  const Units units{size_t(n), size_t(k)};
+  for_rows(long(units.count()), UNIT * k, threads, [&](long u) { pack_bf16(format, weight, units, size_t(u), packed); });
 }
 // out (rows, columns) = x (rows, k; x_stride elements apart) * weights + bias; out_float: float instead of bf16.
 void tandem_linear(const PackedWeights* weights, const bf16* x, long x_stride, long rows, void* out, int out_float, int threads) {

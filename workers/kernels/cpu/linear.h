@@ -1,6 +1,7 @@
 // A linear layer over packed weights, whatever their format: the one place that knows the formats.
 #pragma once
 #include "gemm.h"
+#include "gemm_tiles.h"
 #ifdef HAS_PRODUCTS
 #ifdef __AVX512BF16__
 #define HAS_QUANTIZED
@@ -8,7 +9,7 @@
 #include "gemm_int8.h"
 #endif
 
-enum WeightFormat : long { BF16_PAIRS = 0, INT8 = 1, INT4 = 2 };
+enum WeightFormat : long { BF16_PAIRS = 0, INT8 = 1, INT4 = 2, BF16_TILES = 3 };
 
 // Mirrored by workers/kernels/packed.py.
 struct PackedWeights {
@@ -44,6 +45,26 @@ inline void prepare_row(const PackedWeights&, const bf16*, char*) {}
 inline void quantized_sums(const PackedWeights&, const Units&, size_t, const char*, size_t, bool, float*) {}
 #endif
 
+// The bf16 formats: pairs for vectors, or tiles, which only some builds know.
+inline size_t bf16_bytes(long format, const Units& units) {
+#ifdef HAS_TILES
+  if (format == BF16_TILES) return tiled_bytes(units);
+#endif
+  return units.bytes();
+}
+inline void pack_bf16(long format, const bf16* weight, const Units& units, size_t u, char* packed) {
+#ifdef HAS_TILES
+  if (format == BF16_TILES) return pack_tiled_unit(weight, units, u, packed);
+#endif
+  pack_unit(weight, units, u, packed);
+}
+inline void bf16_sums(const PackedWeights& w, const Units& units, size_t u, const char* a, size_t a_row, size_t rows, bool fetch, float* sums) {
+#ifdef HAS_TILES
+  if (w.format == BF16_TILES) return tiled_unit_sums(w.data, units, u, a, a_row, rows, sums);
+#endif
+  unit_sums(w.data, units, u, a, a_row, rows, fetch, sums);
+}
+
 // A product of `rows` rows is cut into this many tasks, which may run in any order on any thread.
 inline long linear_tasks(const PackedWeights& w, long rows) {
   return long(Units{size_t(w.columns), size_t(w.k)}.count()) * ((rows + CHUNK_ROWS - 1) / CHUNK_ROWS);
@@ -57,7 +78,7 @@ template <class Out> void linear_task(const PackedWeights& w, const LinearRows& 
   const bool fetch = task % chunks == chunks - 1;
   alignas(64) float sums[CHUNK_ROWS * UNIT];
   if (is_quantized(w)) quantized_sums(w, units, u, first, count, fetch, sums);
-  else unit_sums(w.data, units, u, first, x.stride, count, fetch, sums);
+  else bf16_sums(w, units, u, first, x.stride, count, fetch, sums);
   for (size_t r = 0; r < count; r++)
     finish_row(sums + r * UNIT, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
 }

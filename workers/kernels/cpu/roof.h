@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "gemm.h"
+#include "gemm_tiles.h"
 
 // Reads `bytes` (a multiple of 512 per thread is used) once over all threads; returns bytes read.
 inline long read_all(const char* from, long bytes, int threads) {
@@ -24,8 +24,25 @@ inline long read_all(const char* from, long bytes, int threads) {
   }
   return each * threads;
 }
+#ifdef HAS_TILES
+// As multiply_all, in tile registers.
+inline double multiply_tiles(long rounds, int threads) {
+  constexpr size_t ROWS = 2 * BLOCK_ROWS, INPUTS = 128;
+#pragma omp parallel num_threads(threads)
+  {
+    const Units units{UNIT, INPUTS};
+    std::vector<char> a(ROWS * INPUTS * 2), b(tiled_bytes(units));
+    std::vector<float> c(ROWS * UNIT);
+    for (long i = 0; i < rounds; i++) tiled_unit_sums(b.data(), units, 0, a.data(), INPUTS * 2, ROWS, c.data());
+  }
+  return double(rounds) * threads * 2 * ROWS * UNIT * INPUTS;
+}
+#endif
 // Floating-point operations of `rounds` register tiles a thread on data that stays in the first-level cache.
 inline double multiply_all(long rounds, int threads) {
+#ifdef HAS_TILES
+  if (can_use_tiles()) return multiply_tiles(rounds, threads);
+#endif
 #ifdef HAS_PRODUCTS
   constexpr int PAIRS = 64;
 #pragma omp parallel num_threads(threads)

@@ -1,0 +1,53 @@
+// The tile registers of AMX: eight, of at most 16 rows of 64 bytes, private to a thread. Never run on hardware so far:
+// the project's machines have none, and its tests take the same operations from amx_software.h.
+//
+// The instructions are written out because the intrinsics of GCC 12 hide from the compiler which memory they read
+// (stores before them may be dropped) and want literal register numbers.
+#pragma once
+#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(SOFTWARE_TILES))
+#define HAS_TILES
+#include <cstddef>
+#include <cstdint>
+
+// Rows, and bytes of a row, of every register: the operand of ldtilecfg.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+  void set(int tile, int num_rows, int num_bytes) { rows[tile] = uint8_t(num_rows), row_bytes[tile] = uint16_t(num_bytes); }
+};
+
+#ifdef SOFTWARE_TILES
+#include "amx_software.h"
+#else
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether the CPU has tiles and the system lets this process use them, which has to be asked for (Linux 5.16). The
+// permission holds for all threads; ask before they start.
+inline bool can_use_tiles() {
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+// Shapes the registers of the calling thread while it lives, and then frees them. One at a time on a thread.
+class Tiles {
+ public:
+  explicit Tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
+  ~Tiles() { asm volatile("tilerelease"); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+  template <int TILE> void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(TILE)); }
+  // Rows `stride` bytes apart.
+  template <int TILE> void load(const void* from, size_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
+  }
+  template <int TILE> void store(void* to, size_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(TILE) : "memory");
+  }
+  // C (rows, columns) float += A (rows, pairs) bf16 * B (pairs, columns) pairs of bf16.
+  template <int C, int A, int B> void multiply() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B)); }
+};
+#endif
+#endif
