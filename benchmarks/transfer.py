@@ -1,0 +1,220 @@
+"""Speed of moving KV blocks between two processes, beside memcpy and a bare loopback socket in the same run.
+
+    python -m benchmarks.transfer [--blocks 1,32,1024] [--runs N] [--json]
+
+Blocks are those of SmolLM2 in bf16: 16 tokens, 368,640 bytes, at random places of pools in huge pages. Every
+run measures every subject in turn, one after the other:
+
+    memcpy    the same number of blocks inside this process, one thread
+    loopback  as many bytes over a bare TCP socket: asked for with one message, sent with sendall
+    others    the transports, until the last byte is checked; `order`: the fastest, by the agent's thread
+
+GB/s are medians over the runs, ratios are medians of the ratios of one run. The last line of output is JSON:
+{"rows": [{"blocks", "subject", "gb_per_s", "of_memcpy", "of_loopback"}, ...]}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import random
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Queue
+from threading import Thread
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from workers.kernels.memory import huge_bytes
+from workers.transfer.agent import Agent
+from workers.transfer.choice import TRANSPORTS, choose
+from workers.transfer.layout import KVLayout, reads
+from workers.transfer.link import Endpoint, PeerLink
+from workers.transfer.pool_bytes import PoolBytes
+from workers.transfer.puller import Order, SourceGroup, TransferSettings
+from workers.transfer.transport import BlockRead, Reader, TransferFailed
+
+LAYOUT = KVLayout(
+    model_hash="SmolLM2-135M",
+    code="benchmark",
+    dtype="bfloat16",
+    block_size=16,
+    num_kv_heads=3,
+    num_layers=30,
+    head_dim=64,
+    tensor_parallel=1,
+)
+BLOCK_BYTES = LAYOUT.block_bytes(0)
+TIMEOUT_S = 30.0
+RUN_BYTES = 64 * BLOCK_BYTES  # few blocks are read several times in a run, so that one takes milliseconds
+
+
+def make_pool(num_blocks: int) -> torch.Tensor:
+    """(num_blocks, block bytes) of huge pages, every page touched."""
+    return huge_bytes(num_blocks * BLOCK_BYTES).view(num_blocks, BLOCK_BYTES).random_()
+
+
+def make_agent(pool: torch.Tensor, settings: TransferSettings) -> Agent:
+    return Agent(
+        pool=pool,
+        layout=LAYOUT,
+        rank=0,
+        generations=np.zeros(len(pool), dtype=np.int64),
+        host="127.0.0.1",
+        settings=settings,
+    )
+
+
+def make_settings(secret: bytes) -> TransferSettings:
+    return TransferSettings(secret=secret, machine="this", transports=TRANSPORTS, timeout_s=TIMEOUT_S)
+
+
+def own_blocks(num_blocks: int) -> None:
+    """The other process: serves until its standard input ends."""
+    secret = bytes.fromhex(sys.stdin.readline())
+    pool = make_pool(num_blocks)
+    agent = make_agent(pool, make_settings(secret))
+    raw = socket.create_server(("127.0.0.1", 0))
+    Thread(target=send_raw, args=(raw, pool.view(-1).numpy().data), daemon=True).start()
+    print(json.dumps([agent.endpoint.port, raw.getsockname()[1]]), flush=True)
+    sys.stdin.read()
+    agent.close()
+
+
+def send_raw(listener: socket.socket, data: memoryview) -> None:
+    """Sends as many bytes as every message of 8 bytes asks for."""
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while wanted := connection.recv(8):
+        connection.sendall(data[: int.from_bytes(wanted, "little")])
+
+
+class Bench:
+    """Both ends: an owner in another process, and every subject of this one."""
+
+    def __init__(self, owner: subprocess.Popen[str], num_blocks: int) -> None:
+        assert owner.stdin is not None and owner.stdout is not None
+        secret = secrets.token_bytes(32)
+        owner.stdin.write(secret.hex() + "\n")
+        owner.stdin.flush()
+        port, raw_port = json.loads(owner.stdout.readline())
+        self._num_blocks = num_blocks
+        self._source = SourceGroup(LAYOUT, (Endpoint("127.0.0.1", port),))
+        self._pool, self._copied = make_pool(num_blocks), make_pool(num_blocks)
+        self._bytes = PoolBytes(self._pool)
+        self._raw = socket.create_connection(("127.0.0.1", raw_port), timeout=TIMEOUT_S)
+        self._pieces = reads(LAYOUT, 0, LAYOUT)
+        settings = make_settings(secret)
+        self._agent = make_agent(self._pool, settings)
+        self.subjects: dict[str, Callable[[Sequence[BlockRead]], None]] = {
+            "memcpy": self._memcpy,
+            "loopback": self._loopback,
+        }
+        for name in TRANSPORTS:
+            link = PeerLink(self._source.endpoints[0], secret, timeout_s=TIMEOUT_S)
+            reader = choose(link, self._bytes, settings.machine, (name,)).reader
+            self.subjects[name] = partial(self._read, reader)
+        self.subjects["order"] = self._order
+
+    def seconds(self, subject: str, num_blocks: int) -> float:
+        """Median of one pass over that many blocks at new random places."""
+        found = []
+        for _ in range(max(1, RUN_BYTES // (num_blocks * BLOCK_BYTES))):
+            there, here = (random.sample(range(self._num_blocks), num_blocks) for _ in range(2))
+            blocks = [BlockRead(source, 0, own) for source, own in zip(there, here, strict=True)]
+            started = time.perf_counter()
+            self.subjects[subject](blocks)
+            found.append(time.perf_counter() - started)
+        return statistics.median(found)
+
+    def close(self) -> None:
+        self._agent.close()
+        self._raw.close()
+
+    def _read(self, reader: Reader, blocks: Sequence[BlockRead]) -> None:
+        reader.read(blocks, self._pieces)
+
+    def _memcpy(self, blocks: Sequence[BlockRead]) -> None:
+        source, own = self._copied.data_ptr(), self._bytes.address
+        for block in blocks:
+            ctypes.memmove(own + block.own * BLOCK_BYTES, source + block.source * BLOCK_BYTES, BLOCK_BYTES)
+
+    def _loopback(self, blocks: Sequence[BlockRead]) -> None:
+        num_bytes = len(blocks) * BLOCK_BYTES
+        target = self._pool.view(-1).numpy().data[:num_bytes]
+        self._raw.sendall(num_bytes.to_bytes(8, "little"))
+        while target.nbytes:
+            target = target[self._raw.recv_into(target) :]
+
+    def _order(self, blocks: Sequence[BlockRead]) -> None:
+        ends: Queue[TransferFailed | None] = Queue()
+        self._agent.pull(self._source, Order(1, tuple(blocks), lambda _, error: ends.put(error)))
+        error = ends.get(timeout=TIMEOUT_S)
+        if error is not None:
+            raise error
+
+
+def measure(bench: Bench, sizes: Sequence[int], runs: int) -> list[dict[str, object]]:
+    """Rows of all sizes and subjects."""
+    rows: list[dict[str, object]] = []
+    for size in sizes:
+        found: dict[str, list[float]] = {name: [] for name in bench.subjects}
+        for name in bench.subjects:
+            bench.seconds(name, size)  # warm
+        for _ in range(runs):
+            for name in bench.subjects:
+                found[name].append(size * BLOCK_BYTES / bench.seconds(name, size) / 1e9)
+        for name, speeds in found.items():
+            row: dict[str, object] = {"blocks": size, "subject": name}
+            row["gb_per_s"] = round(statistics.median(speeds), 2)
+            for roof in ("memcpy", "loopback"):
+                ratios = [speed / limit for speed, limit in zip(speeds, found[roof], strict=True)]
+                row[f"of_{roof}"] = round(statistics.median(ratios), 2)
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer")
+    parser.add_argument("--blocks", default="1,32,1024", help="blocks read at once")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="no table on stdout, only the JSON line")
+    parser.add_argument("--own", type=int, help=argparse.SUPPRESS)  # the other process: blocks of its pool
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.own is not None:
+        own_blocks(options.own)
+        return
+    sizes = [int(size) for size in options.blocks.split(",")]
+    num_blocks = max(256, *sizes)
+    command = [sys.executable, "-m", "benchmarks.transfer", "--own", str(num_blocks)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            bench = Bench(owner, num_blocks)
+            rows = measure(bench, sizes, options.runs)
+            bench.close()
+        finally:
+            assert owner.stdin is not None
+            owner.stdin.close()
+    if not options.json:
+        table = Table(title=f"KV blocks of {BLOCK_BYTES:,} bytes between two processes")
+        for heading in ("blocks", "subject", "gb_per_s", "of_memcpy", "of_loopback"):
+            table.add_column(heading, justify="left" if heading == "subject" else "right")
+        for row in rows:
+            table.add_row(*(str(value) for value in row.values()))
+        Console().print(table)
+    print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The reader's connection to the rank that owns the blocks: greeting, requests, raw bytes.
+
+Blocking, with a timeout of the system on every call, so that a call is all there is between two blocks. One
+thread uses it; any thread may `cancel`, which makes the other's wait end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import time
+from typing import NamedTuple
+
+from workers.transfer.messages import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_GREETING_BYTES,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Challenge,
+    Hello,
+    Message,
+    MessageError,
+    PeerFacts,
+    Refused,
+    Welcome,
+    body_length,
+    decode,
+    encode,
+    hello_mac,
+    is_same_mac,
+    transfer_key,
+    welcome_mac,
+)
+from workers.transfer.transport import Reason, TransferFailed
+
+
+class Endpoint(NamedTuple):
+    """Where the agent of a rank listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class PeerLink:
+    """A greeted connection."""
+
+    def __init__(self, endpoint: Endpoint, secret: bytes, *, timeout_s: float) -> None:
+        """Connects and greets. timeout_s: of every wait, for a frame or for the bytes of a block.
+
+        Raises TransferFailed.
+        """
+        self.endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._cancelled = False
+        self._number = 0
+        try:
+            self._socket = socket.create_connection(endpoint, timeout=timeout_s)
+        except OSError as error:
+            raise self._failed(Reason.UNREACHABLE, f"no connection: {error}") from error
+        try:
+            self._set_up()
+            self.facts = self._greet(transfer_key(secret))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def next_number(self) -> int:
+        """For a request."""
+        self._number = (self._number + 1) % (1 << 32)
+        return self._number
+
+    def send(self, message: Message) -> None:
+        """Raises TransferFailed."""
+        self.raise_if_cancelled()
+        try:
+            self._socket.sendall(encode(message))
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> Message:
+        """One frame. Raises TransferFailed, also with what a REFUSED says."""
+        header = bytearray(HEADER_BYTES)
+        self.receive_into(memoryview(header))
+        try:
+            body = bytearray(body_length(header, max_frame_bytes))
+            self.receive_into(memoryview(body))
+            message = decode(header[4], body)
+        except MessageError as error:
+            raise self._failed(Reason.PROTOCOL, str(error)) from error
+        if isinstance(message, Refused):
+            known = {reason.value: reason for reason in Reason}
+            raise self._failed(known.get(message.reason, Reason.REFUSED), message.message)
+        return message
+
+    def receive_into(self, target: memoryview) -> None:
+        """Fills all of it. Raises TransferFailed."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while target.nbytes:
+            self.raise_if_cancelled()
+            try:
+                got = self._socket.recv_into(target, target.nbytes, socket.MSG_WAITALL)
+            except OSError as error:
+                raise self._lost(error) from error
+            if got == 0:
+                self.raise_if_cancelled()
+                raise self._failed(Reason.UNREACHABLE, "the owner closed the connection")
+            target = target[got:]
+            if target.nbytes and time.monotonic() > deadline_s:
+                raise self._lost(TimeoutError())
+
+    def unexpected(self, message: Message) -> TransferFailed:
+        """The error for an answer that does not belong here."""
+        return self._failed(Reason.PROTOCOL, f"a {type(message).__name__} frame out of order")
+
+    def cancel(self) -> None:
+        """Ends every wait of the other thread, now and later."""
+        self._cancelled = True
+        with contextlib.suppress(OSError):  # not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def raise_if_cancelled(self) -> None:
+        if self._cancelled:
+            raise self._failed(Reason.CANCELLED, "the transfer was cancelled")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _greet(self, key: bytes) -> PeerFacts:
+        challenge = self.receive(MAX_GREETING_BYTES)
+        if not isinstance(challenge, Challenge):
+            raise self.unexpected(challenge)
+        if challenge.version != PROTOCOL_VERSION:
+            raise self._failed(
+                Reason.REFUSED,
+                f"the owner speaks protocol {challenge.version}, this reader {PROTOCOL_VERSION}",
+            )
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.send(Hello(nonce=nonce, mac=hello_mac(key, challenge.nonce, nonce)))
+        welcome = self.receive(MAX_GREETING_BYTES)
+        if not isinstance(welcome, Welcome):
+            raise self.unexpected(welcome)
+        if not is_same_mac(welcome.mac, welcome_mac(key, challenge.nonce, nonce, welcome.facts)):
+            raise self._failed(Reason.REFUSED, "the owner does not know the application's secret")
+        return welcome.facts
+
+    def _set_up(self) -> None:
+        self._socket.settimeout(None)  # Python's own timeouts cost two more calls for each
+        limit = struct.pack("@ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))  # struct timeval
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _lost(self, error: OSError) -> TransferFailed:
+        if self._cancelled:
+            return self._failed(Reason.CANCELLED, "the transfer was cancelled")
+        if isinstance(error, TimeoutError | BlockingIOError):
+            return self._failed(Reason.TIMEOUT, f"no answer within {self._timeout_s:g} s")
+        return self._failed(Reason.UNREACHABLE, f"connection lost: {error}")
+
+    def _failed(self, reason: Reason, message: str) -> TransferFailed:
+        return TransferFailed(reason, f"KV blocks of {self.endpoint}: {message}")

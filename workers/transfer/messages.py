@@ -1,0 +1,239 @@
+"""Frames between a rank that reads KV blocks and the rank that owns them.
+
+    frame = length of the rest (4 bytes, little endian) | kind (1 byte) | body (msgpack)
+
+Life of a connection (R reader, O owner):
+
+    O  CHALLENGE     nonce, protocol version
+    R  HELLO         nonce, HMAC over both nonces with a key made of the application's secret
+    O  WELCOME       HMAC of the owner, and what it is: rank, layout, pool, where its memory lies
+    R  READ          blocks with generations; answered by
+    O  DATA          followed by the raw bytes, block after block: as many as were asked for
+    O  TRAILER       whether the generations still stood after the last byte, and checksums; or
+    O  REFUSED       instead of DATA
+    R  CHECK         answered by
+    O  GENERATIONS   of these blocks now
+
+The owner answers in order; a reader may ask ahead, up to MAX_AHEAD requests. Bodies are read against the
+type of their kind, never evaluated; nothing is allocated by a size that a peer claims. Not covered:
+encryption, and somebody who changes bytes on the way on purpose.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from workers.transfer.layout import KVLayout
+
+PROTOCOL_VERSION: Final = 1
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+MAX_READ_BLOCKS: Final = 256
+MAX_AHEAD: Final = 4  # requests that wait for their answer
+MAX_GREETING_BYTES: Final = 4 << 10
+MAX_FRAME_BYTES: Final = 32 << 10
+HEADER_BYTES: Final = 5
+
+_Block = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Blocks = Annotated[tuple[_Block, ...], Meta(min_length=1, max_length=MAX_READ_BLOCKS)]
+_Counts = Annotated[tuple[_Count, ...], Meta(max_length=MAX_READ_BLOCKS)]
+_Text = Annotated[str, Meta(max_length=500)]
+
+
+class MessageError(Exception):
+    """Bytes that are not what the protocol says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """Where the owner's host memory lies, for a reader on the same machine."""
+
+    machine: _Text  # equal for processes of one kernel
+    pid: Annotated[int, Meta(gt=0, lt=1 << 31)]
+    pool_address: _Count
+    generations_address: _Count  # int64 each; 0 for ranks above 0
+    proof_address: _Count
+    proof: _Nonce  # random bytes that lie at proof_address of exactly this process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFacts:
+    """What the owner is."""
+
+    rank: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    layout: KVLayout
+    num_blocks: Annotated[int, Meta(gt=0, lt=1 << 31)]
+    device: _Text  # cpu or cuda
+    has_generations: bool  # rank 0
+    transports: Annotated[tuple[_Text, ...], Meta(max_length=16)]
+    memory: MemoryFacts | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """First frame of the owner."""
+
+    nonce: _Nonce
+    version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First frame of the reader."""
+
+    nonce: _Nonce
+    mac: _Nonce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The reader is let in."""
+
+    mac: _Nonce
+    facts: PeerFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Send these bytes of these blocks."""
+
+    number: _Number
+    blocks: _Blocks
+    generations: _Counts  # of the blocks; empty: not compared
+    offset: _Count  # bytes from the start of a block
+    num_bytes: Annotated[int, Meta(gt=0, lt=1 << 40)]
+    has_checksums: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The bytes follow this frame."""
+
+    number: _Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trailer:
+    """Behind the bytes."""
+
+    number: _Number
+    is_current: bool  # the generations stood still
+    checksums: _Counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Nothing will be sent for this request. `reason` is the value of a `Reason`."""
+
+    number: _Number
+    reason: _Text
+    message: _Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Say which generation these blocks have."""
+
+    number: _Number
+    blocks: _Blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generations:
+    """In the order of the blocks that were asked for."""
+
+    number: _Number
+    generations: _Counts
+
+
+Message = Challenge | Hello | Welcome | Read | Data | Trailer | Refused | Check | Generations
+
+# Position = kind byte, so entries may only be added at the end.
+_TYPES: Final[tuple[type[Message], ...]] = (
+    Challenge, Hello, Welcome, Read, Data, Trailer, Refused, Check, Generations,
+)  # fmt: skip
+_KINDS: Final[dict[type[Message], int]] = {kind: number for number, kind in enumerate(_TYPES)}
+_DECODERS: Final[tuple[msgspec.msgpack.Decoder[Message], ...]] = tuple(
+    msgspec.msgpack.Decoder(kind) for kind in _TYPES
+)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message."""
+    body = _ENCODER.encode(message)
+    return (len(body) + 1).to_bytes(4, "little") + bytes([_KINDS[type(message)]]) + body
+
+
+def body_length(header: bytes | bytearray, limit: int) -> int:
+    """Bytes behind the 5 bytes of a header. Raises MessageError."""
+    length = int.from_bytes(header[:4], "little")
+    if not 1 <= length <= limit:
+        raise MessageError(f"a frame of {length} bytes; allowed are 1 to {limit}")
+    return length - 1
+
+
+def decode(kind: int, body: bytes | bytearray) -> Message:
+    """The message in the body of a frame. Raises MessageError."""
+    if kind >= len(_TYPES):
+        raise MessageError(f"a frame of unknown kind {kind}")
+    try:
+        return _DECODERS[kind].decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MessageError(f"a malformed {_TYPES[kind].__name__} frame: {error}") from error
+
+
+class FrameReader:
+    """Cuts a stream into messages. Holds at most one unfinished frame and what was fed with it."""
+
+    def __init__(self) -> None:
+        self.max_frame_bytes = MAX_GREETING_BYTES  # raised once the peer is known
+        self._buffer = bytearray()
+
+    @property
+    def is_inside_frame(self) -> bool:
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Messages that are complete now, in order. Raises MessageError; do not go on after that."""
+        self._buffer += data
+        found, start = [], 0
+        while len(self._buffer) - start >= HEADER_BYTES:
+            header = self._buffer[start : start + HEADER_BYTES]
+            end = start + HEADER_BYTES + body_length(header, self.max_frame_bytes)
+            if len(self._buffer) < end:
+                break
+            found.append(decode(header[4], bytes(self._buffer[start + HEADER_BYTES : end])))
+            start = end
+        del self._buffer[:start]
+        return found
+
+
+def transfer_key(secret: bytes) -> bytes:
+    """The key of these handshakes: no answer of another protocol with the same secret can be used here."""
+    if not secret:
+        raise ValueError("the application's secret is empty")
+    return hmac.digest(secret, b"tandem kv transfer 1", "sha256")
+
+
+def hello_mac(key: bytes, owner_nonce: bytes, reader_nonce: bytes) -> bytes:
+    """What a reader must know the secret to compute."""
+    return hmac.digest(key, b"reader" + owner_nonce + reader_nonce, "sha256")
+
+
+def welcome_mac(key: bytes, owner_nonce: bytes, reader_nonce: bytes, facts: PeerFacts) -> bytes:
+    """What an owner must know the secret to compute."""
+    return hmac.digest(key, b"owner " + owner_nonce + reader_nonce + _ENCODER.encode(facts), "sha256")
+
+
+def is_same_mac(left: bytes, right: bytes) -> bool:
+    """Comparison whose time does not tell where the two differ."""
+    return hmac.compare_digest(left, right)

@@ -1,0 +1,81 @@
+"""The pool of a rank as bytes of blocks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+
+_PAGE_WORDS: Final = 512
+_PAGE_BYTES: Final = _PAGE_WORDS * 8
+
+
+class PoolBytes:
+    """Blocks of a pool, in host memory or on a device. Holds the tensor, copies nothing."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        """pool: (num_blocks, ...), contiguous."""
+        if not pool.is_contiguous():
+            raise ValueError("the KV pool is not contiguous: its blocks are no runs of bytes")
+        self._blocks = pool.view(torch.uint8).view(pool.shape[0], -1)  # (num_blocks, block_bytes)
+        self._host = self._blocks.numpy() if pool.device.type == "cpu" else None
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.shape[0]
+
+    @property
+    def block_bytes(self) -> int:
+        return self._blocks.shape[1]
+
+    @property
+    def is_host_memory(self) -> bool:
+        return self._host is not None
+
+    @property
+    def address(self) -> int:
+        """Of block 0, in this process or on its device."""
+        return self._blocks.data_ptr()
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """(num_blocks, block_bytes) uint8, the pool itself."""
+        return self._blocks
+
+    def has(self, block: int, offset: int, num_bytes: int) -> bool:
+        """Whether that is a place in the pool."""
+        return (
+            0 <= block < self.num_blocks
+            and offset >= 0
+            and num_bytes > 0
+            and offset + num_bytes <= self.block_bytes
+        )
+
+    def view(self, block: int, offset: int, num_bytes: int) -> memoryview:
+        """Bytes to send: of the pool itself in host memory, else a copy."""
+        if self._host is not None:
+            return self._host[block, offset : offset + num_bytes].data
+        return self._blocks[block, offset : offset + num_bytes].cpu().numpy().data
+
+    def fill(self, block: int, offset: int, num_bytes: int, receive: Callable[[memoryview], None]) -> None:
+        """`receive` fills the memory it is given; then the bytes are in the pool. What it raises goes on."""
+        if self._host is not None:
+            receive(self._host[block, offset : offset + num_bytes].data)
+            return
+        landing = torch.empty(num_bytes, dtype=torch.uint8)
+        receive(landing.numpy().data)
+        self._blocks[block, offset : offset + num_bytes].copy_(landing)
+
+
+def checksum(data: memoryview) -> int:
+    """CRC-32 over the sums of the 64-bit words of every 4 KiB, then over the rest.
+
+    As fast as memory is read, several times a plain CRC: it sees every changed word and every page that is
+    missing, doubled or elsewhere, but not words exchanged within one page.
+    """
+    whole = data.nbytes - data.nbytes % _PAGE_BYTES
+    words = np.frombuffer(data[:whole], dtype=np.uint64).reshape(-1, _PAGE_WORDS)
+    return zlib.crc32(data[whole:], zlib.crc32(words.sum(axis=1, dtype=np.uint64).tobytes()))

@@ -1,0 +1,231 @@
+"""Executes the pull orders for one source group, one after the other, in a thread of its own.
+
+A source that hangs delays nobody else's orders. Connections are made by the first order and kept; a failure
+drops them all, and the next order makes new ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from threading import Condition, Thread, current_thread
+from typing import Final, NamedTuple
+
+from workers.transfer.choice import Choice, choose
+from workers.transfer.layout import IncompatibleLayouts, KVLayout, check_compatible, reads
+from workers.transfer.link import Endpoint, PeerLink
+from workers.transfer.pool_bytes import PoolBytes
+from workers.transfer.transport import BlockRead, Reader, Reason, TransferFailed
+
+_END_TIMEOUT_S: Final = 15.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """Of one rank."""
+
+    secret: bytes  # of the application
+    machine: str  # equal for processes of one kernel
+    transports: tuple[str, ...]  # in order of preference
+    timeout_s: float = 5.0  # to connect and greet; for each answer; for each next run of bytes
+    max_orders: int = 256  # that wait for one source
+
+
+class SourceGroup(NamedTuple):
+    """A group whose blocks can be read: its layout, and the agents of its ranks in their order."""
+
+    layout: KVLayout
+    endpoints: tuple[Endpoint, ...]
+
+
+class Route(NamedTuple):
+    """How the blocks of one rank of a source come here."""
+
+    endpoint: Endpoint
+    transport: str
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """Blocks to fetch. `on_end(pull_id, error)` is called once, when nothing will be written any more."""
+
+    pull_id: int
+    blocks: tuple[BlockRead, ...]
+    on_end: Callable[[int, TransferFailed | None], None]
+    is_cancelled: bool = field(default=False, init=False)
+
+
+class Puller:
+    """The thread for one source. Every order given to `add` ends by its callback, from this thread."""
+
+    def __init__(
+        self, source: SourceGroup, own: KVLayout, rank: int, pool: PoolBytes, settings: TransferSettings
+    ) -> None:
+        self._source = source
+        self._name = str(source.endpoints[0])
+        self._own = own
+        self._rank = rank
+        self._pool = pool
+        self._settings = settings
+        self._changed = Condition()  # guards all below
+        self._orders: deque[Order] = deque()
+        self._current: Order | None = None
+        self._choices: dict[int, Choice] = {}
+        self._is_closing = False
+        self._thread = Thread(target=self._run, name="tandem-kv-puller", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """No order waits or runs."""
+        with self._changed:
+            return self._current is None and not self._orders
+
+    def routes(self) -> list[Route]:
+        """The connections now."""
+        with self._changed:
+            return [
+                Route(self._source.endpoints[rank], choice.reader.name, choice.reason)
+                for rank, choice in sorted(self._choices.items())
+            ]
+
+    def add(self, order: Order) -> None:
+        """Raises TransferFailed when too many orders wait, or after `close`."""
+        with self._changed:
+            if self._is_closing:
+                raise TransferFailed(Reason.CANCELLED, "this rank ends")
+            if len(self._orders) >= self._settings.max_orders:
+                raise TransferFailed(
+                    Reason.REFUSED, f"{len(self._orders)} orders wait for {self._name} already"
+                )
+            self._orders.append(order)
+            self._changed.notify()
+
+    def cancel(self, pull_id: int) -> bool:
+        """Whether there is such an order. It ends soon, by its callback, unless it has just been done."""
+        with self._changed:
+            for order in [*self._orders, *([self._current] if self._current is not None else [])]:
+                if order.pull_id == pull_id:
+                    self._cancel(order)
+                    return True
+        return False
+
+    def close(self) -> None:
+        """Ends all orders; when it returns nothing is written into the pool any more. May be called twice."""
+        with self._changed:
+            self._is_closing = True
+            for order in [*self._orders, *([self._current] if self._current is not None else [])]:
+                self._cancel(order)
+            self._changed.notify()
+        if self._thread is current_thread():
+            raise RuntimeError("close() from a callback of the thread that it ends")
+        self._thread.join(_END_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise RuntimeError(
+                f"a KV puller of {self._source.endpoints[0]} did not end in {_END_TIMEOUT_S:g} s"
+            )
+
+    def _cancel(self, order: Order) -> None:
+        order.is_cancelled = True
+        if order is self._current:
+            for choice in self._choices.values():
+                choice.reader.cancel()
+
+    def _run(self) -> None:
+        while (order := self._next()) is not None:
+            error = self._outcome(order)
+            with self._changed:
+                self._current = None
+                is_cancelled = order.is_cancelled  # from now on nobody cancels its readers any more
+            if error is not None or is_cancelled:
+                self._disconnect()
+            try:
+                order.on_end(order.pull_id, error)
+            except Exception:  # the orders behind it must end too
+                _log.exception("at the end of pull %d of %s", order.pull_id, self._name)
+        self._disconnect()
+
+    def _outcome(self, order: Order) -> TransferFailed | None:
+        try:
+            self._execute(order)
+        except TransferFailed as error:
+            return error
+        except Exception as error:  # a thread that ended would strand all its orders
+            _log.exception("pull %d of %s", order.pull_id, self._name)
+            return TransferFailed(Reason.FAULT, f"{type(error).__name__}: {error}")
+        return None
+
+    def _next(self) -> Order | None:
+        """Waits for an order; None at the end, when none is left."""
+        with self._changed:
+            while not self._orders:
+                if self._is_closing:
+                    return None
+                self._changed.wait(timeout=1.0)
+            self._current = self._orders.popleft()
+            return self._current
+
+    def _execute(self, order: Order) -> None:
+        pieces = reads(self._own, self._rank, self._source.layout)
+        by_rank = {rank: list(part) for rank, part in groupby(pieces, lambda piece: piece.peer_rank)}
+        # Bytes of ranks that keep no generations: rank 0 compares them, around all reads.
+        is_checked_apart = any(rank != 0 for rank in by_rank)
+        needed = {0, *by_rank} if is_checked_apart else set(by_rank)
+        readers = {rank: self._reader(rank, order) for rank in sorted(needed)}
+        if is_checked_apart:
+            readers[0].check(order.blocks)
+        for rank, of_rank in by_rank.items():
+            readers[rank].read(order.blocks, of_rank)
+        if is_checked_apart:
+            readers[0].check(order.blocks)
+
+    def _reader(self, rank: int, order: Order) -> Reader:
+        """The kept one, or a new one. Raises TransferFailed."""
+        choice = self._choices.get(rank)
+        if choice is None and not order.is_cancelled:
+            choice = self._connect(rank)
+        with self._changed:
+            if choice is not None:
+                self._choices[rank] = choice
+            if choice is None or order.is_cancelled:
+                raise TransferFailed(Reason.CANCELLED, "the transfer was cancelled")
+        return choice.reader
+
+    def _connect(self, rank: int) -> Choice:
+        settings, endpoint = self._settings, self._source.endpoints[rank]
+        link = PeerLink(endpoint, settings.secret, timeout_s=settings.timeout_s)
+        try:
+            facts = link.facts
+            check_compatible(self._own, facts.layout)
+            if (facts.rank, facts.layout) != (rank, self._source.layout):
+                raise TransferFailed(
+                    Reason.REFUSED,
+                    f"{endpoint} is rank {facts.rank} of {facts.layout.tensor_parallel}, expected is rank "
+                    f"{rank} of {self._source.layout.tensor_parallel}",
+                )
+            return choose(link, self._pool, settings.machine, settings.transports)
+        except IncompatibleLayouts as error:
+            link.close()
+            raise TransferFailed(Reason.REFUSED, str(error)) from error
+        except TransferFailed:
+            link.close()
+            raise
+
+    def _disconnect(self) -> None:
+        with self._changed:
+            choices, self._choices = list(self._choices.values()), {}
+        for choice in choices:
+            choice.reader.close()
+
+
+def source_group(layout: KVLayout, endpoints: Sequence[Endpoint]) -> SourceGroup:
+    """Raises ValueError unless there is one endpoint a rank."""
+    if len(endpoints) != layout.tensor_parallel:
+        raise ValueError(f"{len(endpoints)} endpoints for a group of {layout.tensor_parallel} ranks")
+    return SourceGroup(layout, tuple(endpoints))

@@ -1,0 +1,107 @@
+"""Blocks over TCP: between hosts, and wherever nothing faster works. The owner's side is `server`.
+
+Bytes go from the owner's pool into the kernel and from there into the reader's pool, without a copy between.
+Each block has a checksum: the network's own is 16 bits, and a wrong key is a wrong answer that nobody sees.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from workers.transfer.layout import Piece
+from workers.transfer.link import PeerLink
+from workers.transfer.messages import MAX_READ_BLOCKS, Check, Data, Generations, Read, Trailer
+from workers.transfer.pool_bytes import PoolBytes, checksum
+from workers.transfer.transport import BlockRead, Reason, TransferFailed
+
+SOCKETS: Final = "sockets"
+_REQUEST_BYTES: Final = 8 << 20  # asked for at once; two requests are under way
+_AHEAD: Final = 2
+
+
+class SocketReader:
+    """See `transport.Reader`."""
+
+    name = SOCKETS
+
+    def __init__(self, link: PeerLink, pool: PoolBytes, *, has_checksums: bool = True) -> None:
+        self._link = link
+        self._pool = pool
+        self._has_checksums = has_checksums
+
+    def read(self, blocks: Sequence[BlockRead], pieces: Sequence[Piece]) -> None:
+        """Asks ahead, so that the owner never waits for a request."""
+        asked: deque[tuple[Read, Sequence[BlockRead], Piece]] = deque()
+        for request, part, piece in self._requests(blocks, pieces):
+            if len(asked) == _AHEAD:
+                self._receive(*asked.popleft())
+            self._link.send(request)
+            asked.append((request, part, piece))
+        while asked:
+            self._receive(*asked.popleft())
+
+    def check(self, blocks: Sequence[BlockRead]) -> None:
+        check_over(self._link, blocks)
+
+    def cancel(self) -> None:
+        self._link.cancel()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _requests(
+        self, blocks: Sequence[BlockRead], pieces: Sequence[Piece]
+    ) -> Iterator[tuple[Read, Sequence[BlockRead], Piece]]:
+        is_checked = self._link.facts.has_generations
+        for piece in pieces:
+            num_blocks = max(1, min(MAX_READ_BLOCKS, _REQUEST_BYTES // piece.num_bytes))
+            for start in range(0, len(blocks), num_blocks):
+                part = blocks[start : start + num_blocks]
+                request = Read(
+                    number=self._link.next_number(),
+                    blocks=tuple(block.source for block in part),
+                    generations=tuple(block.generation for block in part) if is_checked else (),
+                    offset=piece.peer_offset,
+                    num_bytes=piece.num_bytes,
+                    has_checksums=self._has_checksums,
+                )
+                yield request, part, piece
+
+    def _receive(self, request: Read, blocks: Sequence[BlockRead], piece: Piece) -> None:
+        link = self._link
+        answer = link.receive()
+        if not isinstance(answer, Data) or answer.number != request.number:
+            raise link.unexpected(answer)
+        found: list[int] = []
+
+        def receive(target: memoryview) -> None:
+            link.receive_into(target)
+            if request.has_checksums:
+                found.append(checksum(target))
+
+        for block in blocks:
+            self._pool.fill(block.own, piece.own_offset, piece.num_bytes, receive)
+        trailer = link.receive()
+        if not isinstance(trailer, Trailer) or trailer.number != request.number:
+            raise link.unexpected(trailer)
+        if not trailer.is_current:
+            raise TransferFailed(Reason.STALE, f"a block of {link.endpoint} changed while it was read")
+        if tuple(found) != trailer.checksums:
+            raise TransferFailed(
+                Reason.DAMAGED, f"bytes of {link.endpoint} do not have the checksum that was sent with them"
+            )
+
+
+def check_over(link: PeerLink, blocks: Sequence[BlockRead]) -> None:
+    """Compares generations by asking the owner. Raises TransferFailed."""
+    for start in range(0, len(blocks), MAX_READ_BLOCKS):
+        part = blocks[start : start + MAX_READ_BLOCKS]
+        number = link.next_number()
+        link.send(Check(number=number, blocks=tuple(block.source for block in part)))
+        answer = link.receive()
+        if not isinstance(answer, Generations) or answer.number != number:
+            raise link.unexpected(answer)
+        if answer.generations != tuple(block.generation for block in part):
+            raise TransferFailed(Reason.STALE, f"a block of {link.endpoint} belongs to somebody else by now")

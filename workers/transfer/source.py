@@ -1,0 +1,87 @@
+"""What the owner answers: the bytes of its pool, under the seqlock of the generations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.transfer.messages import Check, Data, Generations, Read, Refused, Trailer, encode
+from workers.transfer.pool_bytes import PoolBytes, checksum
+from workers.transfer.transport import Reason
+
+BARRIER: Final = memoryview(b"")  # in an answer: ask for more only when all before it has left the pool
+
+
+class Source:
+    """A pool that is read by others."""
+
+    def __init__(self, pool: PoolBytes, generations: NDArray[np.int64] | None) -> None:
+        """generations: (num_blocks,), counted up by the engine before a block changes; None above rank 0."""
+        if generations is not None and (
+            generations.shape != (pool.num_blocks,)
+            or generations.dtype != np.int64
+            or not generations.flags.c_contiguous
+        ):
+            raise ValueError(
+                f"generations {generations.shape} {generations.dtype} for a pool of {pool.num_blocks} blocks"
+            )
+        self.pool = pool
+        self.generations = generations
+
+    def answer(self, request: Read | Check) -> Iterator[memoryview]:
+        """Pieces to send, in order. The bytes of a block are those of the pool at the time they are sent."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            yield memoryview(encode(refusal))
+        elif isinstance(request, Check):
+            found = self._generations_of(request.blocks)
+            yield memoryview(encode(Generations(number=request.number, generations=found)))
+        else:
+            yield from self._read(request)
+
+    def _read(self, request: Read) -> Iterator[memoryview]:
+        yield memoryview(encode(Data(number=request.number)))
+        checksums = []
+        for block in request.blocks:
+            part = self.pool.view(block, request.offset, request.num_bytes)
+            yield part
+            if request.has_checksums:  # while the reader takes a large block in, which is in our cache now
+                checksums.append(checksum(part))
+        yield BARRIER
+        trailer = Trailer(
+            number=request.number, is_current=self._is_current(request), checksums=tuple(checksums)
+        )
+        yield memoryview(encode(trailer))
+
+    def _refusal(self, request: Read | Check) -> Refused | None:
+        reason, message = Reason.REFUSED, ""
+        pool = self.pool
+        if max(request.blocks) >= pool.num_blocks:
+            message = f"block {max(request.blocks)} of a pool of {pool.num_blocks}"
+        elif isinstance(request, Check):
+            if self.generations is None:
+                message = "this rank keeps no generations: ask rank 0"
+        elif not pool.has(request.blocks[0], request.offset, request.num_bytes):
+            message = (
+                f"bytes {request.offset} to {request.offset + request.num_bytes} of blocks of "
+                f"{pool.block_bytes} bytes"
+            )
+        elif request.generations and self.generations is None:
+            message = "this rank keeps no generations: compare them at rank 0"
+        elif request.generations and len(request.generations) != len(request.blocks):
+            message = f"{len(request.generations)} generations for {len(request.blocks)} blocks"
+        elif not self._is_current(request):
+            reason, message = Reason.STALE, "a block belongs to somebody else by now"
+        if not message:
+            return None
+        return Refused(number=request.number, reason=reason.value, message=message)
+
+    def _is_current(self, request: Read) -> bool:
+        return not request.generations or self._generations_of(request.blocks) == request.generations
+
+    def _generations_of(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        assert self.generations is not None
+        return tuple(self.generations[list(blocks)].tolist())
