@@ -15,7 +15,7 @@ from typing import Protocol
 
 from router.load import LoadTracker
 from router.prefix_index import PrefixIndex
-from workers.channel import Channel, ClientIdentity, HandshakeFailed, connect
+from workers.channel import Channel, ClientIdentity, HandshakeFailed, SilenceCheck, connect
 from workers.hashing import BlockHash
 from workers.types import GroupAddress, GroupInfo, RequestId, TokenChunk
 from workers.wire import (
@@ -79,7 +79,7 @@ class GroupLink:
         self._aborted: OrderedDict[RequestId, None] = OrderedDict()
         self._goodbye: str | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._watched_s = self._loop.time()
+        self._silence = SilenceCheck(limits.check_period_s)
         self.closed: asyncio.Future[str] = self._loop.create_future()  # the reason
 
     @property
@@ -182,17 +182,14 @@ class GroupLink:
             channel.send(Resync())
 
     def _watch(self) -> None:
-        """Drops the connection of a group that is silent for too long. When this process has not come to run
-        itself, what the group sent may just be unread: then judges the next time."""
+        """Drops the connection of a group that is silent for too long."""
         if self._channel is None or self.closed.done():
             return
-        now_s, period_s = self._loop.time(), self._limits.check_period_s
-        was_late = now_s - self._watched_s > 2 * period_s + 0.5
-        self._watched_s = now_s
-        if self.silent_s > self._limits.dead_after_s and not was_late:
+        may_judge = self._silence.may_judge(self._loop.time())
+        if self.silent_s > self._limits.dead_after_s and may_judge:
             self._channel.drop(f"group {self.address.group_id} was silent for {self.silent_s:.1f} s")
         else:
-            self._timer = self._loop.call_later(period_s, self._watch)
+            self._timer = self._loop.call_later(self._limits.check_period_s, self._watch)
 
 
 async def open_link(

@@ -125,6 +125,20 @@ class Channel(asyncio.Protocol):
         self._on_closed(self, reason)
 
 
+class SilenceCheck:
+    """Whether a periodic check for silent peers may judge now. One that comes late may not: this process has
+    not come to run itself, and what peers have sent may just be unread."""
+
+    def __init__(self, period_s: float) -> None:
+        self._most_s = 2 * period_s + 0.5
+        self._last_s = asyncio.get_running_loop().time()
+
+    def may_judge(self, now_s: float) -> bool:
+        """Call at every check, with the loop's time."""
+        last_s, self._last_s = self._last_s, now_s
+        return now_s - last_s <= self._most_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientIdentity:
     """Who a client says it is, and how it proves it."""

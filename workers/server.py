@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workers.cached_blocks import CachedBlocks
-from workers.channel import MAX_OUTGOING_BYTES, Channel
+from workers.channel import MAX_OUTGOING_BYTES, Channel, SilenceCheck
 from workers.engine.loop import StepOutput
 from workers.engine.request import MAX_CHOICES
 from workers.live_requests import LiveRequests
@@ -369,20 +369,19 @@ class StreamServer:
     async def _beat(self) -> None:
         """Heartbeats, and the end of clients that do not answer them."""
         assert self._loop is not None
-        beaten_s = self._loop.time()
+        silence = SilenceCheck(self._limits.heartbeat_s)
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
             now_s = self._loop.time()
-            was_late = now_s - beaten_s > 2 * self._limits.heartbeat_s + 0.5  # answers may just be unread
-            beaten_s = now_s
+            may_judge = silence.may_judge(now_s)
             beat = encode(Stats(stats=self._stats)) + encode(Ping())
             for client in list(self._connections.values()):
                 silent_s = now_s - client.channel.heard_s
                 if client.client_id is not None:
                     client.channel.write(beat)
-                elif now_s - client.connected_s > self._limits.greeting_timeout_s and not was_late:
+                elif now_s - client.connected_s > self._limits.greeting_timeout_s and may_judge:
                     client.channel.drop("no HELLO in time")
-                if silent_s > self._limits.dead_after_s and not was_late:
+                if silent_s > self._limits.dead_after_s and may_judge:
                     client.channel.drop(f"silent for {silent_s:.1f} s")
 
     def _dismiss_all(self, reason: str) -> None:

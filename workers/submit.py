@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from workers.channel import Channel, ClientIdentity, HandshakeFailed, connect
+from workers.channel import Channel, ClientIdentity, HandshakeFailed, SilenceCheck, connect
 from workers.types import GenerateRequest, GroupInfo, GroupStats, RequestId
 from workers.wire import Accepted, Goodbye, Message, Ping, Pong, Refused, Stats, Submit, WireError
 
@@ -109,14 +109,13 @@ class SubmitClient:
 
     async def _watch_silence(self, channel: Channel) -> None:
         """Drops a connection that is silent for too long: a stopped process does not close it."""
-        loop = asyncio.get_running_loop()
-        checked_s, period_s = loop.time(), min(_CHECK_PERIOD_S, self._dead_after_s / 4)
+        loop, period_s = asyncio.get_running_loop(), min(_CHECK_PERIOD_S, self._dead_after_s / 4)
+        silence = SilenceCheck(period_s)
         while channel.is_open:
             await asyncio.sleep(period_s)
-            was_late = loop.time() - checked_s > 2 * period_s + 0.5  # what was sent may just be unread
-            checked_s = loop.time()
-            silent_s = checked_s - channel.heard_s
-            if silent_s > self._dead_after_s and not was_late and channel.is_open:
+            now_s = loop.time()
+            silent_s = now_s - channel.heard_s
+            if silence.may_judge(now_s) and silent_s > self._dead_after_s and channel.is_open:
                 channel.drop(f"silent for {silent_s:.1f} s")
 
     def _message(self, channel: Channel, message: Message) -> None:

@@ -10,12 +10,6 @@ FLOOR = -9999.0  # stands for minus infinity, which JSON cannot say
 _ROWS_AT_ONCE = 64  # bounds the memory of the normalised copy
 
 
-def finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Whether each row (R, V) holds finite numbers only: a NaN or an infinity makes the sum one."""
-    finite: list[bool] = logits.sum(-1).isfinite().tolist()
-    return finite
-
-
 def score_tokens(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob | None]:
     """Scores token_ids[r] under row r of logits (R, V) with the `num_top` best ids; None: row not finite."""
     scores: list[TokenLogprob | None] = []
@@ -26,7 +20,7 @@ def score_tokens(logits: torch.Tensor, token_ids: list[int], num_top: int) -> li
 
 
 def _score(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob | None]:
-    finite = finite_rows(logits)
+    finite: list[bool] = logits.sum(-1).isfinite().tolist()  # a NaN or an infinity makes the sum one
     logprobs = logits.log_softmax(-1)
     targets = torch.tensor(token_ids, device=logits.device)[:, None]
     own: list[float] = logprobs.gather(1, targets)[:, 0].clamp(min=FLOOR).tolist()
