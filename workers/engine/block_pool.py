@@ -33,17 +33,21 @@ from workers.types import BlockEvent, BlockEventKind
 class BlockPool:
     """Blocks 0 .. num_blocks - 1. Used by one thread."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, first_generation: int = 0) -> None:
+        """first_generation: of every block. Pools that follow each other in one place are best told apart by
+        it, so that nobody takes a block of one for a block of the other."""
         if num_blocks < 1:
             raise ValueError(f"a KV pool of {num_blocks} blocks holds nothing; at least 1 is needed")
         self._num_blocks = num_blocks
         # (num_blocks,) int64. Written here only; read by anybody through the buffer protocol, in any thread.
-        self.generations = array("q", bytes(8 * num_blocks))
+        self.generations = array("q", [first_generation]) * num_blocks
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._index: dict[BlockHash, int] = {}
         self._unused = list(range(num_blocks - 1, -1, -1))  # taken from the end: block 0 first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # first one goes first
+        self._spoiled: set[int] = set()  # with owners, and to be zeroed when the last one is gone
+        self._to_zero: dict[int, None] = {}  # without an owner; in the order of marking
         self._num_events = 0
         self._changes: list[tuple[BlockEventKind, list[BlockHash]]] = []  # since take_events()
 
@@ -76,6 +80,17 @@ class BlockPool:
         allocate()."""
         return self._index.get(block_hash)
 
+    def find_chain(self, block_hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the hashes up to the first that is not here. Changes nothing; valid until the next
+        allocate()."""
+        found = []
+        for block_hash in block_hashes:
+            block = self._index.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
     def cached_hashes(self) -> frozenset[BlockHash]:
         """All hashes that find() knows: what the events add up to."""
         return frozenset(self._index)
@@ -93,6 +108,22 @@ class BlockPool:
         self.generations[block] += 1
         return block
 
+    def allocate_to_overwrite(self) -> int:
+        """A block like allocate()'s that the owner writes as a whole before a step: it is not zeroed."""
+        block = self.allocate()
+        self._to_zero.pop(block, None)
+        return block
+
+    def zero(self, blocks: Iterable[int]) -> None:
+        """Has blocks without an owner zeroed before the next step computes anything."""
+        self._to_zero.update(dict.fromkeys(blocks))
+
+    def take_zero_blocks(self) -> tuple[int, ...]:
+        """Blocks that the next step has to zero before it writes; the caller sees to it."""
+        blocks = tuple(self._to_zero)
+        self._to_zero.clear()
+        return blocks
+
     def share(self, block: int) -> None:
         """One more owner of a block that find() gave."""
         if self._refs[block] == 0:
@@ -105,10 +136,13 @@ class BlockPool:
         assert self._refs[block] > 0, f"block {block} freed without an owner"
         self._refs[block] -= 1
         if self._refs[block] == 0:
-            if self._hashes[block] is None:
-                self._unused.append(block)
-            else:
+            if self._hashes[block] is not None:
                 self._evictable[block] = None
+                return
+            self._unused.append(block)
+            if block in self._spoiled:
+                self._spoiled.remove(block)
+                self._to_zero[block] = None
 
     def free_table(self, block_table: Sequence[int]) -> None:
         """Frees a sequence's blocks from the last to the first: the end of a chain is useless without its
@@ -118,26 +152,29 @@ class BlockPool:
 
     def seal(self, block: int, block_hash: BlockHash) -> bool:
         """Makes a full block findable. False when another block already has the hash: this one is a
-        duplicate."""
+        duplicate; or when it was spoiled."""
         assert self._refs[block] > 0, f"block {block} sealed without an owner"
         assert self._hashes[block] is None, f"block {block} sealed twice"
-        if block_hash in self._index:
+        if block_hash in self._index or block in self._spoiled:
             return False
         self._hashes[block] = block_hash
         self._index[block_hash] = block
         self._publish(BlockEventKind.STORED, block_hash)
         return True
 
-    def forget(self, block: int) -> None:
-        """Makes a block unfindable: its content is not to be trusted, by readers elsewhere neither. Owners
-        keep it."""
+    def spoil(self, block: int) -> None:
+        """The block's content is not to be trusted: nobody finds it any more, readers elsewhere see its
+        generation change, and once it has no owner it is zeroed before the next step."""
         self.generations[block] += 1
-        if self._hashes[block] is None:
-            return
-        self._drop_hash(block)
+        if self._hashes[block] is not None:
+            self._drop_hash(block)
+            if self._refs[block] == 0:
+                del self._evictable[block]
+                self._unused.append(block)
         if self._refs[block] == 0:
-            del self._evictable[block]
-            self._unused.append(block)
+            self._to_zero[block] = None
+        else:
+            self._spoiled.add(block)
 
     def take_events(self) -> list[BlockEvent]:
         """Changes of the hash index since the last call, in order; neighbours of one kind share an event."""
@@ -169,6 +206,8 @@ class BlockPool:
         )
         for block, block_hash in hashed.items():
             assert self._index[block_hash] == block, f"block {block} is not the one its hash names"
+        assert self._spoiled <= active, f"spoiled without an owner: {self._spoiled - active}"
+        assert not self._spoiled & hashed.keys(), f"spoiled and findable: {self._spoiled & hashed.keys()}"
         assert not unused & hashed.keys(), f"unused but findable: {unused & hashed.keys()}"
         assert evictable <= hashed.keys(), f"evictable but not findable: {evictable - hashed.keys()}"
         if block_tables is not None:

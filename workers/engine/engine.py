@@ -16,8 +16,12 @@ from collections.abc import Callable
 
 from workers.config import CacheConfig, ScheduleConfig
 from workers.engine.block_pool import BlockPool
-from workers.engine.execution import Outcome, run_plan
-from workers.engine.request import EngineLimits, RequestState, validate
+from workers.engine.exchange import ExchangeCommand, KVExchange, Redirect
+from workers.engine.execution import Outcome, problem_with, run_plan
+from workers.engine.fetch import FetchEnd, KVPeers
+from workers.engine.leases import LeaseId, OfferListener
+from workers.engine.prefixes import PrefixesInProgress
+from workers.engine.request import EngineLimits, RequestState, is_transfer_id, validate
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.step import Executor, SequenceSlice, SliceResult
@@ -50,18 +54,39 @@ class Engine:
         schedule: ScheduleConfig,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
+        peers: KVPeers | None = None,
+        on_offer: OfferListener | None = None,
+        first_generation: int = 0,
     ) -> None:
+        """peers: through whom blocks of other groups are read; None: sources of requests are ignored.
+        on_offer hears of blocks that other groups may read here, in the thread that uses the engine.
+        first_generation: of its blocks; drawn at random, it tells them from those of an earlier engine."""
         self._limits = limits
         self._executor = executor
         self._clock = clock
         self._block_size = cache.block_size
         self._prefix_reuse = cache.prefix_reuse and limits.is_prefix_reusable
         self._max_waiting = schedule.max_waiting
-        self._pool = BlockPool(executor.num_blocks)
+        self._pool = BlockPool(executor.num_blocks, first_generation)
+        in_progress = PrefixesInProgress()
+        self._exchange = KVExchange(
+            pool=self._pool,
+            block_size=self._block_size,
+            in_progress=in_progress,
+            clock=clock,
+            peers=peers if self._prefix_reuse else None,
+            on_offer=on_offer,
+        )
         self._scheduler = Scheduler(
-            schedule=schedule, pool=self._pool, block_size=self._block_size, prefix_reuse=self._prefix_reuse
+            schedule=schedule,
+            pool=self._pool,
+            block_size=self._block_size,
+            prefix_reuse=self._prefix_reuse,
+            in_progress=in_progress,
+            exchange=self._exchange,
         )
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices
+        self._is_stalled = False  # the last step found nothing to do, and nothing has happened since
         self._num_arrived = 0
         self._step_seconds = 0.0
         self._num_generated = 0
@@ -70,25 +95,23 @@ class Engine:
 
     def add(self, request: GenerateRequest) -> None:
         """Queues a request. Raises RequestRefused, and then nothing has changed."""
-        if request.request_id in self._requests:
-            raise RequestRefused(
-                f"Request id {request.request_id!r} is in use.",
-                code="duplicate_request_id",
-                param="request_id",
-            )
-        validate(request, self._limits)
-        self._check_fits_pool(request)
-        if self._scheduler.num_queued_requests >= self._max_waiting:
-            raise RequestRefused(
-                f"{self._max_waiting} requests are waiting, the most allowed (max_waiting). Try again later.",
-                code="queue_full",
-            )
+        try:
+            self._check(request)
+        except RequestRefused:
+            if is_transfer_id(request.transfer_id):
+                self._exchange.leases.request_refused(request.transfer_id)
+            raise
         self._num_arrived += 1
         block_size = self._block_size if self._prefix_reuse else None
         parent = RequestState(request, limits=self._limits, arrival=self._num_arrived, block_size=block_size)
         sequences = [Sequence(parent, choice) for choice in range(request.num_choices)]
         self._requests[request.request_id] = sequences
         self._scheduler.add(sequences)
+        self._is_stalled = False
+        if request.transfer_id is not None:
+            self._exchange.leases.request_came(request.transfer_id)
+        if request.kv_source is not None:
+            self._exchange.fetches.want(sequences[0], request.kv_source)
 
     def abort(self, request_id: RequestId) -> bool:
         """Drops a request and frees its blocks at once. False when it is unknown or has ended."""
@@ -98,16 +121,37 @@ class Engine:
         for sequence in sequences:
             if sequence.state is not _FINISHED:
                 self._end(sequence, FinishReason.CANCELLED)
+        self._is_stalled = False
         return True
 
+    def handle(self, command: ExchangeCommand) -> None:
+        """Takes what there is to say about blocks of other groups, or for them."""
+        self._is_stalled = False
+        if not isinstance(command, Redirect):
+            self._exchange.handle(command)
+        elif (sequences := self._requests.get(command.request_id)) is not None:
+            self._exchange.redirect(sequences[0], command.source)
+
+    def renew_lease(self, lease_id: LeaseId) -> None:
+        """The reader of a lease lives. May be called in any thread."""
+        self._exchange.leases.renew(lease_id)
+
+    def sweep(self) -> bool:
+        """Ends exchanges that have been silent for too long; returns whether there were any. To be called
+        between steps, and at least every second while has_timers()."""
+        self._is_stalled = False
+        return self._exchange.sweep()
+
     def step(self) -> list[TokenChunk]:
-        """Computes one step and returns what its sequences have to say; [] when idle.
+        """Computes one step and returns what its sequences have to say; [] when idle, or when all wait for
+        other groups (then can_step() says so).
 
         Raises GroupFailed when the group cannot compute any more: then only fail_all() is left to do.
         """
         started = self._clock()
         scheduled = self._scheduler.schedule()
         if scheduled is None:
+            self._is_stalled = True
             return []
         outcomes = run_plan(self._executor, scheduled.plan)
         chunks: list[TokenChunk] = []
@@ -118,12 +162,29 @@ class Engine:
                 self._take(sequence, piece, outcome, chunks)
         if all(isinstance(outcome, Exception) for outcome in outcomes):
             # Its sequence is gone, and nobody knows whether it came to the zeroing.
-            self._scheduler.zero(scheduled.plan.zero_blocks)
+            self._pool.zero(scheduled.plan.zero_blocks)
+        if self._exchange.leases.num_growing:  # before anything sealed here can be evicted
+            self._exchange.leases.look()
         self._note_duration(self._clock() - started)
         return chunks
 
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    def can_step(self) -> bool:
+        """Whether a step may find something to do: there are requests, and not all were found to wait for
+        other groups since the last command or sweep."""
+        return not self._is_stalled and bool(self._requests)
+
+    def has_timers(self) -> bool:
+        """Whether sweep() is wanted even when nothing else happens."""
+        return self._exchange.has_timers
+
+    @property
+    def generations(self) -> memoryview:
+        """Of all blocks, (num_blocks,) int64, live and read-only: equal before and after a read by another
+        group, the read is good."""
+        return memoryview(self._pool.generations).toreadonly()
 
     def unfinished_choices(self, request_id: RequestId) -> tuple[int, ...]:
         """Choices that have not had their last chunk; () for an unknown request."""
@@ -139,7 +200,9 @@ class Engine:
         ]
 
     def fail_all(self) -> None:
-        """Ends every request as failed and frees all blocks; says nothing of it: see unfinished()."""
+        """Ends every request as failed and frees all blocks but those in flight; says nothing of it: see
+        unfinished()."""
+        self._exchange.leases.close_all()
         for sequences in list(self._requests.values()):
             for sequence in sequences:
                 if sequence.state is not _FINISHED:
@@ -149,6 +212,7 @@ class Engine:
         """Load and totals now. Requests are counted as ended once, by the reason of their last choice;
         running and waiting count sequences (choices), the waiting ones with those that were preempted."""
         scheduler, pool, ended = self._scheduler, self._pool, self._num_ended
+        fetches, leases = self._exchange.fetches, self._exchange.leases
         return GroupStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -167,6 +231,16 @@ class Engine:
             finished_length_total=ended[FinishReason.LENGTH],
             finished_error_total=ended[FinishReason.ERROR],
             cancelled_total=ended[FinishReason.CANCELLED],
+            kv_fetches_total=fetches.started_total,
+            kv_fetched_tokens_total=fetches.fetched_blocks_total * self._block_size,
+            kv_fetches_incomplete_total=fetches.ended_total[FetchEnd.INCOMPLETE],
+            kv_fetches_lost_total=fetches.ended_total[FetchEnd.LOST],
+            kv_fetches_stalled_total=fetches.ended_total[FetchEnd.STALLED],
+            kv_fetches_void_total=fetches.ended_total[FetchEnd.VOID],
+            kv_fetches_no_memory_total=fetches.ended_total[FetchEnd.NO_MEMORY],
+            kv_transferring_blocks=fetches.num_in_flight,
+            kv_leases=len(leases),
+            kv_leases_expired_total=leases.expired_total,
         )
 
     def take_events(self) -> list[BlockEvent]:
@@ -184,8 +258,24 @@ class Engine:
             unfinished += left
         scheduled = self._scheduler.num_running + self._scheduler.num_waiting
         assert scheduled == unfinished, f"{scheduled} sequences scheduled, {unfinished} unfinished"
-        if not self._requests:
+        if not self._requests and not self._exchange.tables():
             assert self._pool.num_active == 0, f"idle with {self._pool.num_active} blocks held"
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raises RequestRefused when the request cannot be taken, now or ever."""
+        if request.request_id in self._requests:
+            raise RequestRefused(
+                f"Request id {request.request_id!r} is in use.",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        validate(request, self._limits)
+        self._check_fits_pool(request)
+        if self._scheduler.num_queued_requests >= self._max_waiting:
+            raise RequestRefused(
+                f"{self._max_waiting} requests are waiting, the most allowed (max_waiting). Try again later.",
+                code="queue_full",
+            )
 
     def _check_fits_pool(self, request: GenerateRequest) -> None:
         prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
@@ -215,7 +305,7 @@ class Engine:
             _log.error("request %s choice %d: %s", request_id, sequence.choice, outcome.error)
             self._fail(request_id, "numerical_error", outcome.error, chunks, spoiled=sequence)
             return
-        problem = self._problem_with(piece, outcome)
+        problem = problem_with(piece, outcome, self._limits.vocab_size)
         if problem is not None:
             _log.error("request %s choice %d: %s", request_id, sequence.choice, problem)
             message = "The engine failed on this request and ended it."
@@ -242,7 +332,7 @@ class Engine:
                 logprobs = (result.sampled.logprob,)
             sequence.append(token_id)
             self._num_generated += 1
-            reason, stop_token_id = _why_finished(sequence, token_id)
+            reason, stop_token_id = sequence.end_reason()
         if reason is not None:
             was_cut = reason is FinishReason.LENGTH
             self._scheduler.estimate.observe(len(sequence.output), was_cut=was_cut)
@@ -256,23 +346,11 @@ class Engine:
             choice=sequence.choice,
             token_ids=token_ids,
             logprobs=logprobs,
-            prompt_logprobs=_take_prompt_scores(sequence) if is_first else None,
+            prompt_logprobs=sequence.take_prompt_scores() if is_first else None,
             num_cached_tokens=(sequence.num_cached or 0) if is_first else 0,
             finish_reason=reason,
             stop_token_id=stop_token_id,
         )
-
-    def _problem_with(self, piece: SequenceSlice, result: SliceResult) -> str | None:
-        """What is wrong with a result, whatever its values: a bug of the executor."""
-        if len(result.prompt_logprobs) != len(piece.prompt_targets or ()):
-            return (
-                f"{len(result.prompt_logprobs)} prompt scores for {len(piece.prompt_targets or ())} targets"
-            )
-        if (piece.sample is None) != (result.sampled is None):
-            return "no token was sampled" if result.sampled is None else "a token was sampled unasked"
-        if result.sampled is not None and not 0 <= result.sampled.token_id < self._limits.vocab_size:
-            return f"token {result.sampled.token_id} is not in the vocabulary of {self._limits.vocab_size}"
-        return None
 
     def _fail(
         self,
@@ -296,26 +374,14 @@ class Engine:
         else:
             self._scheduler.remove(sequence)
         if sequence.parent.num_unfinished == 0:
-            del self._requests[sequence.parent.request.request_id]
+            request = sequence.parent.request
+            del self._requests[request.request_id]
             self._num_ended[reason] += 1
+            if request.transfer_id is not None:
+                self._exchange.leases.request_ended(request.transfer_id)
 
     def _note_duration(self, seconds: float) -> None:
         if self._scheduler.num_steps == 1:
             self._step_seconds = seconds
         else:
             self._step_seconds += _STEP_MEAN_WEIGHT * (seconds - self._step_seconds)
-
-
-def _why_finished(sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
-    """Whether the token just appended ends the sequence, and the id when it is an end id."""
-    if token_id in sequence.parent.end_ids:  # before min_tokens the sampler had it forbidden
-        return FinishReason.STOP, token_id
-    if sequence.num_known >= sequence.max_known:
-        return FinishReason.LENGTH, None
-    return None, None
-
-
-def _take_prompt_scores(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-    """The scores gathered over all prompt chunks, once; entry 0 has nothing before it."""
-    scores, sequence.prompt_scores = sequence.prompt_scores, None
-    return None if scores is None else (None, *scores)

@@ -1,10 +1,10 @@
-"""Runs a plan so that an exception in one slice ends that slice and not the step."""
+"""Runs a plan so that an exception in one slice ends that slice and not the step, and checks what comes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.engine.step import Executor, GroupFailed, SliceResult, StepPlan
+from workers.engine.step import Executor, GroupFailed, SequenceSlice, SliceResult, StepPlan
 
 Outcome = SliceResult | Exception  # what a slice gave, or why it gave nothing
 
@@ -36,6 +36,17 @@ def run_plan(executor: Executor, plan: StepPlan) -> Sequence[Outcome]:
             0
         ]
     return outcomes
+
+
+def problem_with(piece: SequenceSlice, result: SliceResult, vocab_size: int) -> str | None:
+    """What is wrong with a result, whatever its values: a bug of the executor."""
+    if len(result.prompt_logprobs) != len(piece.prompt_targets or ()):
+        return f"{len(result.prompt_logprobs)} prompt scores for {len(piece.prompt_targets or ())} targets"
+    if (piece.sample is None) != (result.sampled is None):
+        return "no token was sampled" if result.sampled is None else "a token was sampled unasked"
+    if result.sampled is not None and not 0 <= result.sampled.token_id < vocab_size:
+        return f"token {result.sampled.token_id} is not in the vocabulary of {vocab_size}"
+    return None
 
 
 def _run_alone(executor: Executor, plan: StepPlan) -> Outcome:

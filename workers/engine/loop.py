@@ -1,12 +1,13 @@
 """The engine's thread.
 
-    submit, abort --> inbox --> [ drain inbox; engine.step() ]* --> on_output(StepOutput)
+    submit, abort, exchange --> inbox --> [ drain inbox; sweep; engine.step() ]* --> on_output(StepOutput)
 
 Between steps the thread takes all commands, and says what came of them before the step, which may be the
-last; a request that is refused, and one that ends in an error, comes back as an ERROR chunk. Idle, it waits
-for a command without spinning. It ends by stop(), or when the group cannot compute any more: then every
-request it has, and every one submitted later, gets an ERROR chunk `engine_dead`. Each accepted or refused
-choice thus gets exactly one chunk with a finish_reason.
+last; a request that is refused, and one that ends in an error, comes back as an ERROR chunk. With nothing to
+compute it waits for a command without spinning, and wakes up for the timers of exchanges with other groups.
+It ends by stop(), or when the group cannot compute any more: then every request it has, and every one
+submitted later, gets an ERROR chunk `engine_dead`. Each accepted or refused choice thus gets exactly one
+chunk with a finish_reason.
 
 Not covered: a step that hangs. Executors bound their waits; stop() bounds its own.
 """
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from workers.engine.engine import Engine
+from workers.engine.exchange import ExchangeCommand
+from workers.engine.leases import LeaseId
 from workers.engine.request import MAX_CHOICES
 from workers.engine.step import GroupFailed
 from workers.types import (
@@ -54,6 +57,9 @@ class _Abort:
     request_id: RequestId
 
 
+_Command = GenerateRequest | _Abort | ExchangeCommand
+
+
 class EngineLoop:
     """Runs an engine in a thread of its own. All methods may be called from any thread."""
 
@@ -63,7 +69,7 @@ class EngineLoop:
         the loop ends: its results would be lost unseen."""
         self._engine = engine
         self._on_output = on_output
-        self._commands: deque[GenerateRequest | _Abort] = deque()
+        self._commands: deque[_Command] = deque()
         self._changed = threading.Condition()  # guards the three below
         self._is_stopping = False
         self._closing_reason: str | None = None  # why nothing is taken any more
@@ -97,10 +103,15 @@ class EngineLoop:
     def abort(self, request_id: RequestId) -> None:
         """Ends a request before the next step; its open choices get a CANCELLED chunk. Unknown ones are
         ignored."""
-        with self._changed:
-            if self._closing_reason is None:
-                self._commands.append(_Abort(request_id))
-                self._changed.notify()
+        self._order(_Abort(request_id))
+
+    def exchange(self, command: ExchangeCommand) -> None:
+        """Has the engine take a command about blocks of other groups, or for them, before the next step."""
+        self._order(command)
+
+    def renew_lease(self, lease_id: LeaseId) -> None:
+        """The reader of a lease lives; noted at once, whatever step the engine is in."""
+        self._engine.renew_lease(lease_id)
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread after the step it is in, and all requests with an ERROR chunk. Returns after
@@ -115,12 +126,21 @@ class EngineLoop:
         try:
             self._emit([])
             while (commands := self._next_commands()) is not None:
+                has_news = False
                 ended: list[TokenChunk] = []
                 for command in commands:
-                    ended += self._cancel(command) if isinstance(command, _Abort) else self._add(command)
-                if ended:
+                    if isinstance(command, GenerateRequest):
+                        ended += self._add(command)
+                    elif isinstance(command, _Abort):
+                        ended += self._cancel(command)
+                    else:
+                        self._engine.handle(command)
+                        has_news = True
+                if self._engine.has_timers():
+                    has_news |= self._engine.sweep()
+                if ended or has_news:
                     self._emit(ended)
-                if self._engine.has_work():
+                if self._engine.can_step():
                     self._emit(self._engine.step())
         except GroupFailed as error:
             self._failure = str(error)
@@ -129,11 +149,20 @@ class EngineLoop:
             self._failure = f"the engine loop failed: {error!r}"
         self._close(self._failure or "The engine is stopping.")
 
-    def _next_commands(self) -> list[GenerateRequest | _Abort] | None:
-        """Waits until there is something to do, which may be no command but a step; None: stop."""
+    def _order(self, command: _Abort | ExchangeCommand) -> None:
         with self._changed:
-            while not (self._commands or self._is_stopping or self._engine.has_work()):
+            if self._closing_reason is None:
+                self._commands.append(command)
+                self._changed.notify()
+
+    def _next_commands(self) -> list[_Command] | None:
+        """Waits until there is something to do, which may be no command but a step, or a look at the timers;
+        None: stop."""
+        with self._changed:
+            while not (self._commands or self._is_stopping or self._engine.can_step()):
                 self._changed.wait(_IDLE_WAIT_S)
+                if self._engine.has_timers():
+                    break
             if self._is_stopping:
                 return None
             commands = list(self._commands)
@@ -163,7 +192,7 @@ class EngineLoop:
         """The last words: an error for every choice that has not ended and for what was never looked at."""
         with self._changed:
             self._closing_reason = reason
-            left = [command for command in self._commands if not isinstance(command, _Abort)]
+            left = [command for command in self._commands if isinstance(command, GenerateRequest)]
             self._commands.clear()
         chunks = [error_chunk(*choice, _ENGINE_DEAD, reason) for choice in self._engine.unfinished()]
         for request in left:

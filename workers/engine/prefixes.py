@@ -3,9 +3,12 @@
 An admitted sequence announces the hashes of the full blocks that it will compute. A waiting sequence that
 needs one of them next is better off waiting: once sealed, the block is its for nothing. Entries live only as
 long as their sequence runs, and a running sequence always gets on or is preempted, so nobody waits for ever.
+The same goes for blocks that a waiting sequence has read from another group, as long as that goes on.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from workers.engine.sequence import Sequence
 from workers.hashing import BlockHash
@@ -29,8 +32,13 @@ class PrefixesInProgress:
         for block_hash in sequence.hashes[sequence.num_sealed :]:
             self._computing.setdefault(block_hash, sequence)
 
+    def announce_fetched(self, sequence: Sequence, block_hashes: Iterable[BlockHash]) -> None:
+        """These blocks of a waiting sequence are on their way here."""
+        for block_hash in block_hashes:
+            self._computing.setdefault(block_hash, sequence)
+
     def finish(self, sequence: Sequence, block_hash: BlockHash) -> None:
-        """The sequence has sealed this block."""
+        """The sequence has sealed this block, or it will not come."""
         if self._computing.get(block_hash) is sequence:
             del self._computing[block_hash]
 
@@ -51,8 +59,13 @@ class PrefixesInProgress:
         return last
 
     def check_integrity(self) -> None:
-        """Asserts that every entry belongs to a sequence that has blocks and has yet to seal it."""
+        """Asserts that every entry belongs to a sequence that has blocks and has yet to seal it, or that has
+        it fetched."""
         for block_hash, sequence in self._computing.items():
+            fetch = sequence.parent.fetch
+            if fetch is not None:
+                assert block_hash in fetch.wanted, f"{sequence.key} announces a block that is not fetched"
+                continue
             assert sequence.block_table, f"{sequence.key} announces a block and has none"
             assert block_hash in sequence.hashes[sequence.num_sealed :], (
                 f"{sequence.key} announces a sealed block"

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 from workers.hashing import BlockHash, block_hashes
 from workers.types import GenerateRequest, KVSource, RequestRefused, SamplingParams
+
+if TYPE_CHECKING:
+    from workers.engine.fetch import Fetch
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -37,6 +41,7 @@ class RequestState:
     __slots__ = (
         "arrival",
         "end_ids",
+        "fetch",
         "forbidden_ids",
         "is_admitted",
         "max_known_tokens",
@@ -60,6 +65,7 @@ class RequestState:
         if block_size is not None:
             self.prompt_hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)
         self.is_admitted = False  # a choice has had blocks
+        self.fetch: Fetch | None = None  # blocks from another group, until it is admitted
         self.num_unfinished = request.num_choices
 
 
@@ -78,7 +84,9 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
     _check_int("priority", request.priority, -_INT64, _INT64 - 1)
     if not isinstance(request.cache_salt, str):
         raise _refused("cache_salt", request.cache_salt, "text")
-    _check_transfer(request)
+    _check_transfer_id("transfer_id", request.transfer_id)
+    if request.kv_source is not None:
+        check_source(request.kv_source)
     _check_sampling(request.sampling, limits)
     prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
     if prompt + new > limits.max_model_len:
@@ -90,16 +98,13 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
         )
 
 
-def is_transfer_id(value: object) -> bool:
+def is_transfer_id(value: object) -> TypeGuard[str]:
     """Whether it names a transfer: 128 bits as 32 lower-case hex digits."""
     return isinstance(value, str) and len(value) == _TRANSFER_ID_LENGTH and set(value) <= _HEX_DIGITS
 
 
-def _check_transfer(request: GenerateRequest) -> None:
-    _check_transfer_id("transfer_id", request.transfer_id)
-    source = request.kv_source
-    if source is None:
-        return
+def check_source(source: KVSource) -> None:
+    """Raises RequestRefused for a source that cannot be one."""
     if not isinstance(source, KVSource):
         raise _refused("kv_source", source, "a group to read from")
     for param, name in (("kv_source.group_id", source.group_id), ("kv_source.host", source.host)):

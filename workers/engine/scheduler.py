@@ -10,19 +10,22 @@ Only tokens that are really computed count: a cached prefix is free.
 
 Progress. The first in the order of service among the running is never preempted, and its whole need fits the
 pool (add() has checked), so it always gets its blocks: every step computes something until all is done. With
-nothing running the first waiting one is admitted without further question.
+nothing running the first waiting one is admitted without further question. Blocks that the exchange with
+other groups holds are the exception (`workers.engine.exchange`): what can be taken back is, before anybody is
+preempted; for what cannot, one that runs alone goes back to the waiting, and a step may find nothing to do.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
 from workers.config import ScheduleConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.demand import OutputLengthEstimate
+from workers.engine.exchange import KVExchange
+from workers.engine.fetch import FetchState
 from workers.engine.preemption import choose_victim
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.sequence import Sequence, SequenceState
@@ -44,7 +47,14 @@ class Scheduler:
     """Owns the order of sequences and what blocks they hold. Used by one thread."""
 
     def __init__(
-        self, *, schedule: ScheduleConfig, pool: BlockPool, block_size: int, prefix_reuse: bool
+        self,
+        *,
+        schedule: ScheduleConfig,
+        pool: BlockPool,
+        block_size: int,
+        prefix_reuse: bool,
+        in_progress: PrefixesInProgress,
+        exchange: KVExchange,
     ) -> None:
         limits = (
             ("max_step_tokens", schedule.max_step_tokens),
@@ -66,8 +76,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # sorted by key
         self._prefilling: list[Sequence] = []  # sorted by key
         self._decoding: list[Sequence] = []  # in the order of their first token
-        self._in_progress = PrefixesInProgress()
-        self._zero_blocks: list[int] = []
+        self._in_progress = in_progress
+        self._exchange = exchange
         self._num_steps = 0
         self.estimate = OutputLengthEstimate(
             block_size=block_size, first_guess=schedule.expected_output_tokens
@@ -98,13 +108,18 @@ class Scheduler:
             self._enqueue(sequence)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step; None when no sequence is unfinished. The plan shares block tables with the
-        scheduler: it is to be read before anything else is called here."""
+        """The next step; None when no sequence is unfinished, or all wait for blocks that the exchange with
+        other groups is to bring or to give back. The plan shares block tables with the scheduler: it is to be
+        read before anything else is called here."""
         preemptions = self.preemptions_total
         self._reserve_decode_blocks()
         budget = self._max_step_tokens - len(self._decoding)
         chunks = self._reserve_chunks(budget)
         if preemptions == self.preemptions_total:  # else memory is short: nobody new
+            if self._exchange.fetches.num_wanted:
+                self._exchange.fetches.start_wanted(
+                    self._waiting, self.estimate, self._demand_of_running(), is_idle=not self.num_running
+                )
             self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
         slices = [
             SequenceSlice(
@@ -121,11 +136,11 @@ class Scheduler:
                 slices.append(self._chunk_slice(sequence, end))
                 sequences.append(sequence)
         if not slices:
-            assert not self._waiting and not self.num_running, "sequences left and none of them can go on"
+            is_done = not self._waiting and not self.num_running
+            assert is_done or self._exchange.is_holding, "sequences left and none of them can go on"
             return None
         self._num_steps += 1
-        plan = StepPlan(number=self._num_steps, slices=slices, zero_blocks=tuple(self._zero_blocks))
-        self._zero_blocks.clear()
+        plan = StepPlan(number=self._num_steps, slices=slices, zero_blocks=self._pool.take_zero_blocks())
         return ScheduledStep(plan, sequences)
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
@@ -156,21 +171,17 @@ class Scheduler:
         sequence.state = _FINISHED
         parent = sequence.parent
         parent.num_unfinished -= 1
+        if parent.fetch is not None and parent.num_unfinished == 0:
+            self._exchange.fetches.release(sequence)
         if parent.num_unfinished == 0 and not parent.is_admitted:
             self.num_queued_requests -= 1
 
     def remove_spoiled(self, sequence: Sequence) -> None:
         """Takes out a running sequence whose values are not numbers: none of its blocks stays findable,
-        because nobody knows where it began, and the freed ones are zeroed before the next step."""
-        table = sequence.block_table
-        for block in table:
-            self._pool.forget(block)
+        because nobody knows where it began, and once free they are zeroed before the next step."""
+        for block in sequence.block_table:
+            self._pool.spoil(block)
         self.remove(sequence)
-        self.zero(block for block in table if self._pool.num_owners(block) == 0)
-
-    def zero(self, blocks: Iterable[int]) -> None:
-        """Has blocks without an owner zeroed before the next step computes anything."""
-        self._zero_blocks.extend(blocks)
 
     def check_integrity(self) -> None:
         """Asserts the invariants of queues, counters, blocks and announced prefixes. Valid between steps."""
@@ -189,15 +200,7 @@ class Scheduler:
         for sequence in self._waiting:
             assert not sequence.block_table and not sequence.num_computed, f"{sequence.key} waits with blocks"
         for sequence in running:
-            size, computed = self._block_size, sequence.num_computed
-            assert len(sequence.block_table) == -(-computed // size), (
-                f"{sequence.key}: wrong number of blocks"
-            )
-            sealed = computed // size if self._prefix_reuse else 0
-            assert sequence.num_sealed == sealed, f"{sequence.key}: {sequence.num_sealed} blocks sealed"
-            assert 0 < computed < sequence.num_known, (
-                f"{sequence.key}: {computed} of {sequence.num_known} computed"
-            )
+            sequence.check_progress(self._block_size, prefix_reuse=self._prefix_reuse)
         for sequence in self._decoding:
             assert sequence.num_known - sequence.num_computed == 1, (
                 f"{sequence.key} decodes with tokens to prefill"
@@ -210,7 +213,9 @@ class Scheduler:
         assert self.num_queued_requests == len(queued), (
             f"{self.num_queued_requests} queued, {len(queued)} found"
         )
-        self._pool.check_integrity([sequence.block_table for sequence in running])
+        held = self._exchange.tables()
+        self._pool.check_integrity([*held, *(sequence.block_table for sequence in running)])
+        self._exchange.check_integrity()
         self._in_progress.check_integrity()
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -263,8 +268,12 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """Sees to it that a block is available. False when `sequence` was itself preempted for it."""
         while self._pool.num_available == 0:
+            if self._exchange.yield_blocks():
+                continue
             running = self._prefilling + self._decoding
-            victim = choose_victim(sequence, running, self._pool, self._block_size)
+            victim = sequence
+            if len(running) > 1 or not self._exchange.is_holding:
+                victim = choose_victim(sequence, running, self._pool, self._block_size)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -289,8 +298,8 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[tuple[Sequence, int]]) -> None:
         """Admits waiting sequences in order while budget, places and future memory last; adds their chunks.
 
-        One that waits for another's blocks is passed over. One that does not fit stops the rest: small ones
-        must not overtake it for ever.
+        One that waits for blocks, another's or fetched, is passed over. One that does not fit, or whose fetch
+        does not, stops the rest: small ones must not overtake it for ever.
         """
         index, demand = 0, None
         while budget > 0 and self.num_running < self._max_running and index < len(self._waiting):
@@ -298,19 +307,28 @@ class Scheduler:
             if sequence.waits_for is not None and self._in_progress.is_computing(sequence.waits_for):
                 index += 1
                 continue
+            fetch = sequence.parent.fetch
+            if fetch is not None and fetch.state is not FetchState.OVER:
+                if fetch.state is FetchState.WANTED and sequence is fetch.sequence:
+                    break
+                index += 1
+                continue
             readable = sequence.num_readable // self._block_size if self._prefix_reuse else 0
-            found = self._find_cached(sequence, readable)
+            found = self._pool.find_chain(sequence.hashes[:readable])
             sequence.waits_for = self._in_progress.last_shared(sequence, len(found), readable)
             if sequence.waits_for is not None:
                 index += 1
                 continue
-            if self.num_running:
+            if self.num_running or self._exchange.is_holding:
                 if demand is None:
-                    demand = self._demand_of_running()
+                    demand = self._demand_of_running() + self._exchange.fetches.demand
                 fresh = self.estimate.expected_blocks(sequence) - len(found)
                 revived = sum(self._pool.num_owners(block) == 0 for block in found)
                 if demand + fresh + revived > self._pool.num_available:
-                    break
+                    if self.num_running or not self._exchange.gives_way():
+                        break
+                    demand = None
+                    continue
             del self._waiting[index]
             self._start_prefill(sequence, found)
             end = self._grow(sequence, sequence.chunk_end(min(budget, self._max_chunk)))
@@ -325,15 +343,6 @@ class Scheduler:
         expected = self.estimate.expected_blocks
         return sum(max(0, expected(s) - len(s.block_table)) for s in self._prefilling + self._decoding)
 
-    def _find_cached(self, sequence: Sequence, num_readable_blocks: int) -> list[int]:
-        found = []
-        for block_hash in sequence.hashes[:num_readable_blocks]:
-            block = self._pool.find(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
-
     def _start_prefill(self, sequence: Sequence, found: list[int]) -> None:
         for block in found:
             self._pool.share(block)
@@ -342,6 +351,7 @@ class Scheduler:
         sequence.num_sealed = len(found)
         sequence.num_computed = num_cached
         sequence.state = _PREFILLING
+        self._exchange.note_admission()
         insort(self._prefilling, sequence, key=_by_key)
         self.running_tokens += num_cached
         self._set_backlog(sequence, sequence.num_known - num_cached)
@@ -352,6 +362,8 @@ class Scheduler:
         if not sequence.parent.is_admitted:
             sequence.parent.is_admitted = True
             self.num_queued_requests -= 1
+            if sequence.parent.fetch is not None:
+                self._exchange.fetches.release(sequence)
             self.prompt_tokens_total += sequence.prompt_len
             self.cached_tokens_total += num_cached
 

@@ -19,7 +19,7 @@ from enum import Enum
 from workers.engine.request import RequestState
 from workers.engine.step import SampleTask
 from workers.hashing import BlockHash, chain_hash, root_hash
-from workers.types import TokenLogprob
+from workers.types import FinishReason, TokenLogprob
 
 
 class SequenceState(Enum):
@@ -142,6 +142,29 @@ class Sequence:
         self.output.append(token_id)
         if len(self.output) == self.parent.request.sampling.min_tokens:
             self.task = self._sample_task()  # end ids are allowed from now on
+
+    def end_reason(self) -> tuple[FinishReason | None, int | None]:
+        """Whether the token just appended ends the sequence, and the id when it is an end id."""
+        if self.output[-1] in self.parent.end_ids:  # before min_tokens the sampler had it forbidden
+            return FinishReason.STOP, self.output[-1]
+        if self.num_known >= self.max_known:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def take_prompt_scores(self) -> tuple[TokenLogprob | None, ...] | None:
+        """The scores gathered over all prompt chunks, once; entry 0 has nothing before it."""
+        scores, self.prompt_scores = self.prompt_scores, None
+        return None if scores is None else (None, *scores)
+
+    def check_progress(self, block_size: int, *, prefix_reuse: bool) -> None:
+        """Asserts that a running sequence has blocks and seals for what is computed. Valid between steps."""
+        computed, num_blocks = self.num_computed, len(self.block_table)
+        assert num_blocks == -(-computed // block_size), (
+            f"{self.key}: {num_blocks} blocks for {computed} tokens"
+        )
+        sealed = computed // block_size if prefix_reuse else 0
+        assert self.num_sealed == sealed, f"{self.key}: {self.num_sealed} blocks sealed"
+        assert 0 < computed < self.num_known, f"{self.key}: {computed} of {self.num_known} computed"
 
     def restart(self) -> None:
         """Forgets progress but not what is known. The blocks have been freed."""

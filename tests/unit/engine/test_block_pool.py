@@ -90,13 +90,13 @@ def test_a_duplicate_stays_unhashed_until_its_owner_frees_it() -> None:
     assert _events(pool) == [(1, "stored", ["a"])]
 
 
-def test_a_forgotten_block_cannot_be_found_and_goes_unused() -> None:
+def test_a_spoiled_block_cannot_be_found_and_goes_unused_to_be_zeroed() -> None:
     pool = BlockPool(3)
     table = _sealed_table(pool, "ab")
     pool.free(table[0])
-    pool.forget(table[0])  # evictable: at once unused
-    pool.forget(table[1])  # active: stays with its owner
-    pool.forget(table[1])  # nothing left to forget
+    pool.spoil(table[0])  # evictable: at once unused
+    pool.spoil(table[1])  # active: stays with its owner
+    pool.spoil(table[1])  # nothing left to do but to count
     pool.check_integrity([[table[1]]])
     assert pool.cached_hashes() == frozenset()
     pool.free(table[1])
@@ -163,7 +163,7 @@ def test_a_generation_counts_up_whenever_the_content_may_change() -> None:
     assert list(pool.generations) == [1, 1]
     assert pool.allocate() == 1
     assert list(pool.generations) == [1, 2]
-    pool.forget(0)  # its values are not numbers
+    pool.spoil(0)  # its values are not numbers
     assert list(pool.generations) == [2, 2]
     pool.free(1)
     assert sorted(pool.allocate() for _ in range(2)) == [0, 1]
@@ -178,6 +178,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(7)
         self.tables: list[list[int]] = []
         self.sealed: set[int] = set()  # blocks that their owner has offered
+        self.spoiled: set[int] = set()  # with owners
+        self.to_zero: set[int] = set()
         self.known: set[bytes] = set()
         self.next_number = 1
 
@@ -198,7 +200,7 @@ class PoolMachine(RuleBasedStateMachine):
         if block not in self.sealed:
             was_known = self.pool.find(_hash(name)) is not None
             stored = self.pool.seal(block, _hash(name))
-            assert stored == (not was_known)
+            assert stored == (not was_known and block not in self.spoiled)
             if stored:
                 self.sealed.add(block)
 
@@ -214,11 +216,28 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 100))
     def free(self, pick: int) -> None:
         self.pool.free_table(self.tables.pop(pick % len(self.tables)))
+        freed = {block for block in self.spoiled if self.pool.num_owners(block) == 0}
+        self.spoiled -= freed
+        self.to_zero |= freed
 
     @rule(block=st.integers(0, 6))
-    def forget(self, block: int) -> None:
-        self.pool.forget(block)
+    def spoil(self, block: int) -> None:
+        self.pool.spoil(block)
         self.sealed.discard(block)
+        (self.spoiled if self.pool.num_owners(block) else self.to_zero).add(block)
+
+    @rule()
+    def take_zero_blocks(self) -> None:
+        assert set(self.pool.take_zero_blocks()) == self.to_zero
+        self.to_zero.clear()
+
+    @precondition(lambda self: self.pool.num_available > 0)
+    @rule()
+    def allocate_to_overwrite(self) -> None:
+        block = self.pool.allocate_to_overwrite()
+        self.sealed.discard(block)
+        self.to_zero.discard(block)
+        self.tables.append([block])
 
     @rule()
     def read_events(self) -> None:

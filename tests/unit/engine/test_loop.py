@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, replay
 from workers.engine.engine import Engine
+from workers.engine.exchange import OpenLease
+from workers.engine.fetch import PulledBlock
+from workers.engine.leases import LeaseId
 from workers.engine.loop import EngineLoop, StepOutput
 from workers.engine.step import GroupFailed, StepPlan
-from workers.types import FinishReason, RequestId, TokenChunk
+from workers.hashing import BlockHash, block_hashes
+from workers.types import FinishReason, GroupId, KVSource, RequestId, TokenChunk
 
 TIMEOUT_S = 10.0
 
@@ -46,6 +51,11 @@ class Listener:
             done = self._changed.wait_for(lambda: len(ends()) >= num_choices, TIMEOUT_S)
             assert done, f"{name} has not ended"
             return ends()
+
+    def wait_for_output(self, is_wanted: Callable[[StepOutput], bool]) -> bool:
+        """Whether the newest output comes to be one that is wanted."""
+        with self._changed:
+            return self._changed.wait_for(lambda: is_wanted(self.outputs[-1]), TIMEOUT_S)
 
     def wait_for_tokens(self, name: str) -> None:
         with self._changed:
@@ -145,6 +155,47 @@ def test_idle_it_waits_without_steps_or_outputs() -> None:
         assert (len(listener.outputs), len(executor.plans)) == (num_outputs, num_plans)
         loop.submit(make_request("b", numbers(5), 2))
         listener.end("b")
+
+
+def test_exchanges_go_on_and_end_while_nothing_is_computed() -> None:
+    told = threading.Event()
+    now = [0.0]
+    opened: list[int] = []
+
+    class Peers:
+        def open(self, fetch_id: int, source: KVSource, hashes: Sequence[BlockHash]) -> None:
+            opened.append(fetch_id)
+            told.set()
+
+        def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[PulledBlock]) -> None:
+            raise AssertionError("nothing was offered")
+
+        def close(self, fetch_id: int) -> None:
+            told.set()
+
+    engine, executor = make_engine(block_size=4, clock=lambda: now[0], peers=Peers())
+    prompt = numbers(9)
+    source = KVSource(group_id=GroupId("P"), host="10.0.0.1", port=1)
+    with _running(engine) as (loop, listener):
+        loop.submit(make_request("a", prompt, 1))
+        listener.end("a")
+        loop.exchange(OpenLease(LeaseId("E/1"), tuple(block_hashes(prompt, 4)), None))
+        loop.submit(replace(make_request("b", numbers(9, 2), 1), kv_source=source))
+        assert told.wait(TIMEOUT_S)
+        told.clear()
+        assert listener.wait_for_output(lambda output: output.stats.kv_leases == 1)
+        num_plans, cpu = len(executor.plans), time.process_time()
+        time.sleep(0.2)
+        assert time.process_time() - cpu < 0.1  # it waits, with a request that cannot get on
+        now[0] = 9.0
+        loop.renew_lease(LeaseId("E/1"))
+        now[0] = 11.0  # the fetch has stalled, the lease has not expired
+        assert told.wait(TIMEOUT_S)
+        assert listener.end("b")[0].finish_reason is FinishReason.LENGTH
+        assert (len(executor.plans), opened) == (num_plans + 1, [1])
+        now[0] = 20.0
+        assert listener.wait_for_output(lambda output: output.stats.kv_leases_expired_total == 1)
+        assert listener.outputs[-1].stats.active_blocks == 0
 
 
 def test_a_dead_group_is_told_to_everybody_now_and_later() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from workers.config import CacheConfig, ScheduleConfig
 from workers.engine.engine import Engine
+from workers.engine.fetch import KVPeers
 from workers.engine.request import EngineLimits
 from workers.engine.step import Sampled, SampleTask, SequenceSlice, SliceResult, StepPlan, StepResult
 from workers.types import (
@@ -192,6 +193,7 @@ def make_engine(
     max_model_len: int = 4096,
     eos: tuple[int, ...] = (),
     clock: Callable[[], float] = lambda: 0.0,
+    peers: KVPeers | None = None,
 ) -> tuple[Engine, ToyExecutor]:
     executor = ToyExecutor(num_blocks, block_size)
     engine = Engine(
@@ -206,6 +208,7 @@ def make_engine(
         ),
         executor=executor,
         clock=clock,
+        peers=peers,
     )
     return engine, executor
 
