@@ -145,8 +145,9 @@ class Sequence:
 
     def end_reason(self) -> tuple[FinishReason | None, int | None]:
         """Whether the token just appended ends the sequence, and the id when it is an end id."""
-        if self.output[-1] in self.parent.end_ids:  # before min_tokens the sampler had it forbidden
-            return FinishReason.STOP, self.output[-1]
+        token_id = self.output[-1]
+        if token_id in self.parent.end_ids:  # before min_tokens the sampler had it forbidden
+            return FinishReason.STOP, token_id
         if self.num_known >= self.max_known:
             return FinishReason.LENGTH, None
         return None, None
