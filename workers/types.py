@@ -163,7 +163,8 @@ class GroupStats:
 
     num_running: int = 0
     num_waiting: int = 0
-    waiting_tokens: int = 0  # prompt tokens not yet computed, of waiting and running requests
+    # Prompt tokens not yet computed, of waiting and running requests, less what other groups are sending.
+    waiting_tokens: int = 0
     running_tokens: int = 0  # context tokens of running requests
     free_blocks: int = 0  # never used or evicted
     cached_blocks: int = 0  # reusable by hash, evictable

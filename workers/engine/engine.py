@@ -100,6 +100,7 @@ class Engine:
         except RequestRefused:
             if is_transfer_id(request.transfer_id):
                 self._exchange.leases.request_refused(request.transfer_id)
+                self._exchange.leases.look()
             raise
         self._num_arrived += 1
         block_size = self._block_size if self._prefix_reuse else None
@@ -121,6 +122,7 @@ class Engine:
         for sequence in sequences:
             if sequence.state is not _FINISHED:
                 self._end(sequence, FinishReason.CANCELLED)
+        self._exchange.leases.look()  # readers of its blocks need not wait any more
         self._is_stalled = False
         return True
 
@@ -216,7 +218,7 @@ class Engine:
         return GroupStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.waiting_tokens,
+            waiting_tokens=scheduler.waiting_tokens - fetches.coming_tokens,
             running_tokens=scheduler.running_tokens,
             free_blocks=pool.num_unused,
             cached_blocks=pool.num_evictable,

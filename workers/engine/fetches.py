@@ -88,6 +88,11 @@ class FetchTable:
             for fetch in self._open.values()
         )
 
+    @property
+    def coming_tokens(self) -> int:
+        """Prompt tokens of waiting requests that open fetches are to bring, so nobody has to compute them."""
+        return sum(len(fetch.wanted) for fetch in self._open.values()) * self._block_size
+
     def tables(self) -> list[list[int]]:
         """Held blocks by fetch and pull, for integrity checks."""
         fetches = [*self._open.values(), *self._over.values()]

@@ -42,7 +42,7 @@ class LeaseTerms:
 
 
 class _Lease:
-    __slots__ = ("blocks", "hashes", "is_complete", "opened_s", "renewed_s", "transfer_id")
+    __slots__ = ("blocks", "hashes", "opened_s", "renewed_s", "transfer_id")
 
     def __init__(self, hashes: tuple[BlockHash, ...], transfer_id: str | None, now_s: float) -> None:
         self.hashes = hashes
@@ -50,7 +50,6 @@ class _Lease:
         self.blocks: list[int] = []  # pinned, of the first hashes
         self.opened_s = now_s
         self.renewed_s = now_s
-        self.is_complete = False
 
 
 class LeaseTable:
@@ -69,7 +68,7 @@ class LeaseTable:
         self._clock = clock
         self._terms = terms or LeaseTerms()
         self._leases: dict[LeaseId, _Lease] = {}  # in the order of opening
-        self._num_growing = 0
+        self._growing: dict[LeaseId, _Lease] = {}  # those that are not complete
         self._computing: Counter[str] = Counter()  # unfinished requests by transfer
         self._ended: OrderedDict[str, None] = OrderedDict()  # transfers that had a request
         self.expired_total = 0
@@ -80,7 +79,7 @@ class LeaseTable:
     @property
     def num_growing(self) -> int:
         """Leases that more blocks may come for: only then look() has anything to do."""
-        return self._num_growing
+        return len(self._growing)
 
     @property
     def is_pinning(self) -> bool:
@@ -106,9 +105,9 @@ class LeaseTable:
         if not is_sound or len(self._leases) >= self._terms.max_leases:
             self._on_offer(lease_id, (), True)
             return
-        self._leases[lease_id] = _Lease(tuple(hashes), transfer_id, self._clock())
-        self._num_growing += 1
-        self._look_at(lease_id)
+        lease = _Lease(tuple(hashes), transfer_id, self._clock())
+        self._leases[lease_id] = self._growing[lease_id] = lease
+        self._look_at(lease_id, lease)
 
     def renew(self, lease_id: LeaseId) -> None:
         """The reader lives. May be called in any thread: one look-up and one store, both atomic."""
@@ -121,7 +120,7 @@ class LeaseTable:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return
-        self._num_growing -= not lease.is_complete
+        self._growing.pop(lease_id, None)
         self._pool.free_table(lease.blocks)
 
     def close_all(self) -> None:
@@ -149,8 +148,8 @@ class LeaseTable:
     def look(self) -> None:
         """Pins and offers what has been sealed. To be called after each step while leases grow, before any
         block is given out again: what was sealed may be evicted then."""
-        for lease_id in list(self._leases):
-            self._look_at(lease_id)
+        for lease_id, lease in list(self._growing.items()):
+            self._look_at(lease_id, lease)
 
     def sweep(self) -> bool:
         """Ends every lease that was not renewed, and the waiting for requests that do not come. Returns
@@ -177,22 +176,20 @@ class LeaseTable:
 
     def check_integrity(self) -> None:
         """Asserts what each lease has and how many grow."""
-        growing = [lease for lease in self._leases.values() if not lease.is_complete]
-        assert len(growing) == self._num_growing, f"{self._num_growing} grow, {len(growing)} found"
+        assert self._growing.keys() <= self._leases.keys(), f"ended and growing: {list(self._growing)}"
         for lease_id, lease in self._leases.items():
             assert len(lease.blocks) <= len(lease.hashes), f"{lease_id} has more than it wants"
-            assert lease.is_complete or len(lease.blocks) < len(lease.hashes), f"{lease_id} has all and grows"
+            has_all = len(lease.blocks) == len(lease.hashes)
+            assert not (has_all and lease_id in self._growing), f"{lease_id} has all and grows"
         assert min(self._computing.values(), default=1) > 0, f"no request counted: {self._computing}"
 
-    def _look_at(self, lease_id: LeaseId) -> None:
-        lease = self._leases[lease_id]
-        if lease.is_complete:
-            return
+    def _look_at(self, lease_id: LeaseId, lease: _Lease) -> None:
         offers = tuple(self._pin(lease))
-        lease.is_complete = len(lease.blocks) == len(lease.hashes) or not self._expects_more(lease)
-        self._num_growing -= lease.is_complete
-        if offers or lease.is_complete:
-            self._on_offer(lease_id, offers, lease.is_complete)
+        is_complete = len(lease.blocks) == len(lease.hashes) or not self._expects_more(lease)
+        if is_complete:
+            del self._growing[lease_id]
+        if offers or is_complete:
+            self._on_offer(lease_id, offers, is_complete)
 
     def _pin(self, lease: _Lease) -> Iterable[BlockOffer]:
         for index in range(len(lease.blocks), len(lease.hashes)):
@@ -213,9 +210,9 @@ class LeaseTable:
 
     def _end_early(self, lease_id: LeaseId) -> None:
         """Ends a lease whose reader has not asked for it; it hears of that if it waits for blocks."""
-        was_complete = self._leases[lease_id].is_complete
+        is_waited_for = lease_id in self._growing
         self.close(lease_id)
-        if not was_complete:
+        if is_waited_for:
             self._on_offer(lease_id, (), True)
 
     def _remember(self, transfer_id: str) -> None:

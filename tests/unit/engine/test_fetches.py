@@ -91,6 +91,7 @@ def test_what_is_missing_is_asked_for_read_and_held_until_admission() -> None:
     assert (engine.has_work(), engine.can_step()) == (True, False)
     assert peers.opened == [(1, "P", HASHES[2:])]
     assert engine.stats().active_blocks == 2  # held, so that they stay
+    assert engine.stats().waiting_tokens == 23 - 12  # the rest is on its way
     _tell(engine, Offered(1, _offers(40, 41), False))
     own = [block for _, _, block in peers.pulled[0][2]]
     assert peers.pulled == [(1, 1, [(40, 7, own[0]), (41, 7, own[1])])]

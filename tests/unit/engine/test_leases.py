@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tests.unit.engine.toy import make_engine, make_request, numbers, run
 from workers.engine.block_pool import BlockPool
+from workers.engine.exchange import CloseLease, OpenLease
 from workers.engine.leases import LeaseId, LeaseTable, LeaseTerms
-from workers.hashing import BlockHash
-from workers.types import BlockOffer
+from workers.hashing import BlockHash, block_hashes
+from workers.types import BlockOffer, RequestId, RequestRefused
 
 LEASE, OTHER = LeaseId("D/1"), LeaseId("D/2")
 TRANSFER = "0f" * 16
@@ -227,3 +231,67 @@ def test_a_spoiled_block_is_zeroed_once_no_lease_holds_it() -> None:
     leases.table.close_all()
     assert leases.pool.take_zero_blocks() == (block,)
     leases.check()
+
+
+class Reader:
+    """What an engine tells of its blocks: (number of offers, is complete)."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, bool]] = []
+
+    def __call__(self, lease_id: LeaseId, offers: tuple[BlockOffer, ...], is_complete: bool) -> None:
+        self.told.append((len(offers), is_complete))
+
+
+PROMPT = numbers(23)
+OPEN = OpenLease(LEASE, tuple(block_hashes(PROMPT, 4)), TRANSFER)
+
+
+def test_the_engine_offers_blocks_after_the_step_that_sealed_them() -> None:
+    reader = Reader()
+    engine, _ = make_engine(num_blocks=6, block_size=4, max_step_tokens=8, on_offer=reader)
+    engine.handle(OPEN)
+    engine.add(replace(make_request("p", PROMPT, 0), transfer_id=TRANSFER))
+    run(engine)
+    assert reader.told == [(2, False), (2, False), (1, True)]
+    stats = engine.stats()
+    assert (stats.kv_leases, stats.active_blocks, stats.free_blocks) == (1, 5, 1)
+    engine.handle(CloseLease(LEASE))
+    assert engine.stats().cached_blocks == 5
+
+
+def test_readers_hear_at_once_of_a_request_that_is_aborted_or_refused() -> None:
+    reader = Reader()
+    engine, _ = make_engine(block_size=4, max_step_tokens=8, on_offer=reader)
+    engine.handle(OPEN)
+    engine.add(replace(make_request("p", PROMPT, 0), transfer_id=TRANSFER))
+    engine.step()
+    engine.abort(RequestId("p"))
+    assert reader.told == [(2, False), (0, True)]
+    other = "f0" * 16
+    engine.handle(OpenLease(OTHER, tuple(block_hashes(numbers(9, 5), 4)), other))
+    with pytest.raises(RequestRefused):
+        engine.add(replace(make_request("q", (1000,), 0), transfer_id=other))
+    assert reader.told[2:] == [(0, True)]
+
+
+def test_a_sequence_that_runs_takes_leased_blocks_rather_than_stop() -> None:
+    reader = Reader()
+    engine, _ = make_engine(num_blocks=8, block_size=4, expected_output_tokens=1, on_offer=reader)
+    engine.add(make_request("before", PROMPT[:13], 0))
+    run(engine)
+    engine.handle(replace(OPEN, transfer_id=None))
+    assert reader.told == [(3, True)]
+    engine.add(make_request("next", numbers(8, 5), 24))
+    run(engine)
+    stats = engine.stats()
+    assert (stats.kv_leases, stats.preemptions_total, stats.active_blocks) == (0, 0, 0)
+
+
+def test_without_prefix_reuse_there_is_nothing_to_read() -> None:
+    reader = Reader()
+    engine, _ = make_engine(block_size=4, prefix_reuse=False, on_offer=reader)
+    engine.handle(OPEN)
+    engine.add(replace(make_request("p", PROMPT, 0), transfer_id=TRANSFER))
+    run(engine)
+    assert reader.told == [(0, True)]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from workers.config import CacheConfig, ScheduleConfig
 from workers.engine.engine import Engine
 from workers.engine.fetch import KVPeers
+from workers.engine.leases import OfferListener
 from workers.engine.request import EngineLimits
 from workers.engine.step import Sampled, SampleTask, SequenceSlice, SliceResult, StepPlan, StepResult
 from workers.types import (
@@ -194,6 +195,7 @@ def make_engine(
     eos: tuple[int, ...] = (),
     clock: Callable[[], float] = lambda: 0.0,
     peers: KVPeers | None = None,
+    on_offer: OfferListener | None = None,
 ) -> tuple[Engine, ToyExecutor]:
     executor = ToyExecutor(num_blocks, block_size)
     engine = Engine(
@@ -209,6 +211,7 @@ def make_engine(
         executor=executor,
         clock=clock,
         peers=peers,
+        on_offer=on_offer,
     )
     return engine, executor
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.engine.toy import make_request, numbers, reference
+import pytest
+
+from tests.unit.engine.toy import make_engine, make_request, numbers, reference, run
 from tests.unit.exchange.world import Group, Options, World
 from workers.engine.exchange import Offered, OpenLease, Pulled
+from workers.types import GenerateRequest
 
 TRANSFER = "0f" * 16
 
@@ -44,3 +47,62 @@ def test_blocks_are_read_while_the_source_computes_them() -> None:
     assert decode.transcript.cached("r") == 20
     stats = decode.engine.stats()
     assert (stats.kv_fetches_total, stats.kv_fetched_tokens_total) == (1, 20)
+
+
+def _shapes() -> list[GenerateRequest]:
+    """Requests of every kind, with prompts that end in, before and after the end of a block of 16."""
+    system = numbers(37, 9)
+    return [
+        *(make_request(f"n{length}", numbers(length, length), 9) for length in (1, 15, 16, 17, 32, 48, 200)),
+        make_request("choices", (*system, *numbers(11, 4)), 12, temperature=1.0, num_choices=3),
+        make_request("stops", system, 17, min_tokens=3, stop_token_ids=(5, 6, 7, 8, 9)),
+        make_request("scores", (*system, *numbers(5, 3)), 12, num_logprobs=0),
+        make_request("prompt scores", numbers(64, 5), 16, num_prompt_logprobs=2),
+        make_request("nothing", numbers(33, 6), 0),
+        make_request("salted", system, 5, cache_salt="tenant"),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_every_kind_of_request_gives_what_it_gives_in_one_pool(chunk: int) -> None:
+    alone, _ = make_engine(num_blocks=200, max_prefill_chunk=chunk)
+    for request in _shapes():
+        alone.add(request)
+    expected = run(alone)
+    world, prefill, decode = _pair(num_blocks=200, block_size=16, max_step_tokens=512)
+    for number, request in enumerate(_shapes()):
+        transfer_id = f"{number:032x}"
+        computing = make_request(f"p{number}", request.prompt_token_ids, 0, cache_salt=request.cache_salt)
+        prefill.submit(replace(computing, transfer_id=transfer_id))
+        decode.submit(replace(request, kv_source=world.source("P", transfer_id)))
+    world.settle()
+    world.assert_rest()
+    assert decode.transcript.tokens == expected.tokens
+    assert decode.transcript.last == expected.last
+    for key, first in expected.first.items():
+        there = decode.transcript.first[key]
+        assert replace(there, num_cached_tokens=0) == replace(first, num_cached_tokens=0)
+    # 17, 32, 48 and 200 tokens, the shared beginning once, and the salted one; "nothing" begins as 200 do.
+    stats = decode.engine.stats()
+    assert (stats.kv_fetches_total, stats.kv_fetched_tokens_total) == (6, 16 + 16 + 32 + 192 + 32 + 32)
+    tails = (1, 15, 16, 1, 16, 16, 8) + 3 * (16,) + (5, 10, 64, 1, 5)
+    outputs = sum(len(tokens) - 1 for tokens in expected.tokens.values() if tokens)
+    assert decode.memory.num_computed_tokens == sum(tails) + outputs
+
+
+def test_a_prompt_that_either_side_has_cached_is_not_sent_again() -> None:
+    world, prefill, decode = _pair(block_size=16)
+    for length in (15, 16, 17, 32, 48):
+        for turn in "ab":
+            transfer_id = f"{length:016x}{ord(turn):016x}"
+            name = f"{turn}{length}"
+            prompt = numbers(length, length)
+            prefill.submit(replace(make_request(f"p{name}", prompt, 0), transfer_id=transfer_id))
+            request = make_request(name, prompt, 3)
+            decode.submit(replace(request, kv_source=world.source("P", transfer_id)))
+            world.settle()
+            assert decode.transcript.tokens[name, 0] == reference(request)
+            assert decode.transcript.cached(name) == (length - 1) // 16 * 16
+    world.assert_rest()
+    stats = decode.engine.stats()
+    assert (stats.kv_fetches_total, stats.kv_fetched_tokens_total) == (3, 16 + 16 + 32)
