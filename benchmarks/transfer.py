@@ -122,7 +122,7 @@ class Bench:
         }
         for name in TRANSPORTS:
             link = PeerLink(self._source.endpoints[0], secret, timeout_s=TIMEOUT_S)
-            reader = choose(link, self._bytes, settings.machine, (name,)).reader
+            reader = choose(link, self._bytes, settings.machine, (name,), timeout_s=TIMEOUT_S).reader
             self.subjects[name] = partial(self._read, reader)
         self.subjects["order"] = self._order
 

@@ -64,11 +64,16 @@ class PeerLink:
         except OSError as error:
             raise self._failed(Reason.UNREACHABLE, f"no connection: {error}") from error
         try:
-            self._set_up()
+            limit_waits(self._socket, timeout_s, timeout_s)
             self.facts = self._greet(transfer_key(secret))
         except BaseException:
             self._socket.close()
             raise
+
+    @property
+    def own_address(self) -> str:
+        """By which the owner sees this machine."""
+        return str(self._socket.getsockname()[0])
 
     def next_number(self) -> int:
         """For a request."""
@@ -149,13 +154,6 @@ class PeerLink:
             raise self._failed(Reason.REFUSED, "the owner does not know the application's secret")
         return welcome.facts
 
-    def _set_up(self) -> None:
-        self._socket.settimeout(None)  # Python's own timeouts cost two more calls for each
-        limit = struct.pack("@ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))  # struct timeval
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
     def _lost(self, error: OSError) -> TransferFailed:
         if self._cancelled:
             return self._failed(Reason.CANCELLED, "the transfer was cancelled")
@@ -165,3 +163,12 @@ class PeerLink:
 
     def _failed(self, reason: Reason, message: str) -> TransferFailed:
         return TransferFailed(reason, f"KV blocks of {self.endpoint}: {message}")
+
+
+def limit_waits(connection: socket.socket, receive_s: float, send_s: float) -> None:
+    """Timeouts of the system, 0: none. Python's own cost two more calls for each."""
+    connection.settimeout(None)
+    for option, limit_s in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
+        timeval = struct.pack("@ll", int(limit_s), int(limit_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, option, timeval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -13,6 +13,7 @@ Life of a connection (R reader, O owner):
     O  REFUSED       instead of DATA
     R  CHECK         answered by
     O  GENERATIONS   of these blocks now
+    R  PAIR          bytes come another way from now on: see `process_group`
 
 The owner answers in order; a reader may ask ahead, up to MAX_AHEAD requests. Bodies are read against the
 type of their kind, never evaluated; nothing is allocated by a size that a peer claims. Not covered:
@@ -154,11 +155,20 @@ class Generations:
     generations: _Counts
 
 
-Message = Challenge | Hello | Welcome | Read | Data | Trailer | Refused | Check | Generations
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Meet me there, to send by a process group of the two of us."""
+
+    host: _Text
+    port: Annotated[int, Meta(gt=0, lt=1 << 16)]
+    timeout_s: Annotated[float, Meta(gt=0, le=60)]
+
+
+Message = Challenge | Hello | Welcome | Read | Data | Trailer | Refused | Check | Generations | Pair
 
 # Position = kind byte, so entries may only be added at the end.
 _TYPES: Final[tuple[type[Message], ...]] = (
-    Challenge, Hello, Welcome, Read, Data, Trailer, Refused, Check, Generations,
+    Challenge, Hello, Welcome, Read, Data, Trailer, Refused, Check, Generations, Pair,
 )  # fmt: skip
 _KINDS: Final[dict[type[Message], int]] = {kind: number for number, kind in enumerate(_TYPES)}
 _DECODERS: Final[tuple[msgspec.msgpack.Decoder[Message], ...]] = tuple(

@@ -60,6 +60,11 @@ class PoolBytes:
             return self._host[block, offset : offset + num_bytes].data
         return self._blocks[block, offset : offset + num_bytes].cpu().numpy().data
 
+    def synchronize(self) -> None:
+        """Returns when all copies to and from a device are done."""
+        if self._host is None:
+            torch.cuda.current_stream(self._blocks.device).synchronize()
+
     def fill(self, block: int, offset: int, num_bytes: int, receive: Callable[[memoryview], None]) -> None:
         """`receive` fills the memory it is given; then the bytes are in the pool. What it raises goes on."""
         if self._host is not None:
@@ -68,6 +73,7 @@ class PoolBytes:
         landing = torch.empty(num_bytes, dtype=torch.uint8)
         receive(landing.numpy().data)
         self._blocks[block, offset : offset + num_bytes].copy_(landing)
+        self.synchronize()
 
 
 def checksum(data: memoryview) -> int:

@@ -209,7 +209,9 @@ class Puller:
                     f"{endpoint} is rank {facts.rank} of {facts.layout.tensor_parallel}, expected is rank "
                     f"{rank} of {self._source.layout.tensor_parallel}",
                 )
-            return choose(link, self._pool, settings.machine, settings.transports)
+            return choose(
+                link, self._pool, settings.machine, settings.transports, timeout_s=settings.timeout_s
+            )
         except IncompatibleLayouts as error:
             link.close()
             raise TransferFailed(Reason.REFUSED, str(error)) from error

@@ -30,6 +30,7 @@ from workers.transfer.messages import (
     Hello,
     Message,
     MessageError,
+    Pair,
     PeerFacts,
     Read,
     Welcome,
@@ -39,6 +40,7 @@ from workers.transfer.messages import (
     transfer_key,
     welcome_mac,
 )
+from workers.transfer.process_group import PairOwner
 from workers.transfer.source import BARRIER, Source
 
 _GREETING_TIMEOUT_S: Final = 3.0
@@ -47,6 +49,7 @@ _SEND_TIMEOUT_S: Final = 10.0  # without a byte taken by the peer
 _SWEEP_S: Final = 0.25
 _MAX_GREETING_PEERS: Final = 32
 _MAX_PEERS: Final = 512
+_MAX_PAIRS: Final = 64  # each has a thread
 _TURN_BYTES: Final = 4 << 20  # to one peer, before the others are looked at
 _VECTOR_BYTES: Final = 256 << 10  # gathered before the kernel is called: a large block goes alone
 _VECTOR_PARTS: Final = 256
@@ -90,6 +93,7 @@ class BlockServer:
         self._facts = facts
         self._key = transfer_key(secret)
         self._peers: set[_Peer] = set()
+        self._pairs: set[PairOwner] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._is_closing = False
@@ -102,7 +106,7 @@ class BlockServer:
     @property
     def num_peers(self) -> int:
         """Connections, greeted or not."""
-        return len(self._peers)
+        return len(self._peers) + sum(not pair.is_over for pair in self._pairs)
 
     def close(self) -> None:
         """Drops all readers and ends the thread. May be called twice."""
@@ -125,6 +129,8 @@ class BlockServer:
         finally:
             for peer in list(self._peers):
                 self._drop(peer)
+            for pair in self._pairs:
+                pair.close()
             self._listener.close()
             self._selector.close()
             self._wake_reader.close()
@@ -160,6 +166,8 @@ class BlockServer:
         try:
             if events & selectors.EVENT_READ:
                 self._receive(peer)
+            if peer not in self._peers:  # handed over
+                return
             if peer.has_to_send:
                 self._send(peer)
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_to_send else 0)
@@ -194,6 +202,8 @@ class BlockServer:
             if not peer.has_to_send:
                 peer.send_by_s = time.monotonic() + _SEND_TIMEOUT_S
             peer.requests.append(message)
+        elif peer.is_known and isinstance(message, Pair) and not peer.has_to_send:
+            self._hand_over(peer, message)
         elif not peer.is_known and isinstance(message, Hello):
             if not is_same_mac(message.mac, hello_mac(self._key, peer.nonce, message.nonce)):
                 raise _Dropped("it does not know the application's secret")
@@ -204,6 +214,14 @@ class BlockServer:
             peer.waiting.append(memoryview(encode(Welcome(mac=mac, facts=self._facts))))
         else:
             raise _Dropped(f"it sent a {type(message).__name__} frame out of order")
+
+    def _hand_over(self, peer: _Peer, pair: Pair) -> None:
+        self._pairs = {pair for pair in self._pairs if not pair.is_over}
+        if len(self._pairs) >= _MAX_PAIRS:
+            raise _Dropped(f"there are {_MAX_PAIRS} process groups already")
+        self._selector.unregister(peer.connection)
+        self._peers.discard(peer)
+        self._pairs.add(PairOwner(peer.connection, pair, self._source))
 
     def _send(self, peer: _Peer) -> None:
         """Until the kernel takes no more, nothing is left, or the turn is over."""

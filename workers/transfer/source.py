@@ -33,7 +33,7 @@ class Source:
 
     def answer(self, request: Read | Check) -> Iterator[memoryview]:
         """Pieces to send, in order. The bytes of a block are those of the pool at the time they are sent."""
-        refusal = self._refusal(request)
+        refusal = self.refusal(request)
         if refusal is not None:
             yield memoryview(encode(refusal))
         elif isinstance(request, Check):
@@ -52,11 +52,12 @@ class Source:
                 checksums.append(checksum(part))
         yield BARRIER
         trailer = Trailer(
-            number=request.number, is_current=self._is_current(request), checksums=tuple(checksums)
+            number=request.number, is_current=self.is_current(request), checksums=tuple(checksums)
         )
         yield memoryview(encode(trailer))
 
-    def _refusal(self, request: Read | Check) -> Refused | None:
+    def refusal(self, request: Read | Check) -> Refused | None:
+        """Why it cannot be answered; None when it can."""
         reason, message = Reason.REFUSED, ""
         pool = self.pool
         if max(request.blocks) >= pool.num_blocks:
@@ -73,13 +74,14 @@ class Source:
             message = "this rank keeps no generations: compare them at rank 0"
         elif request.generations and len(request.generations) != len(request.blocks):
             message = f"{len(request.generations)} generations for {len(request.blocks)} blocks"
-        elif not self._is_current(request):
+        elif not self.is_current(request):
             reason, message = Reason.STALE, "a block belongs to somebody else by now"
         if not message:
             return None
         return Refused(number=request.number, reason=reason.value, message=message)
 
-    def _is_current(self, request: Read) -> bool:
+    def is_current(self, request: Read) -> bool:
+        """Whether the blocks still have the generations that were asked for."""
         return not request.generations or self._generations_of(request.blocks) == request.generations
 
     def _generations_of(self, blocks: tuple[int, ...]) -> tuple[int, ...]:

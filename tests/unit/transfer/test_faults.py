@@ -309,7 +309,7 @@ def test_where_memory_cannot_be_read_sockets_are_chosen(
         raise TransferFailed(Reason.UNSUPPORTED, "this system has no process_vm_readv")
 
     monkeypatch.setattr(cross_memory, "_bind", refuse)
-    choice = choose(setup.link(), setup.pool, MACHINE, TRANSPORTS)
+    choice = choose(setup.link(), setup.pool, MACHINE, TRANSPORTS, timeout_s=5.0)
     assert choice.reader.name == "sockets"
     assert "this system has no process_vm_readv" in choice.reason
     choice.reader.read([BlockRead(1, 0, 1)], setup.pieces)

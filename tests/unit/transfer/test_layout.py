@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.transfer.layouts import layout, numbered_block, part_of
@@ -28,6 +28,7 @@ def read_rank(own: KVLayout, rank: int, peer: KVLayout) -> np.ndarray:
     return found
 
 
+@settings(deadline=None)
 @given(
     heads=st.integers(1, 9),
     sizes=st.tuples(st.integers(1, 18), st.integers(1, 18)),

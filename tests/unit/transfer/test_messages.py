@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.transfer.layouts import layout
@@ -18,6 +18,7 @@ from workers.transfer.messages import (
     MemoryFacts,
     Message,
     MessageError,
+    Pair,
     PeerFacts,
     Read,
     Refused,
@@ -64,6 +65,7 @@ MESSAGES: list[Message] = [
     Refused(number=3, reason="stale", message="x" * 500),
     Check(number=4, blocks=FULL),
     Generations(number=5, generations=FULL),
+    Pair(host="10.0.0.1", port=65535, timeout_s=5.0),
 ]
 
 
@@ -87,6 +89,7 @@ def test_no_frame_is_larger_than_allowed(message: Message) -> None:
     assert len(encode(message)) < limit
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_an_error_or_waits_for_more(data: bytes) -> None:
     reader = FrameReader()
@@ -97,6 +100,7 @@ def test_garbage_is_an_error_or_waits_for_more(data: bytes) -> None:
     assert reader.is_inside_frame or data == b""
 
 
+@settings(deadline=None)
 @given(st.sampled_from(MESSAGES), st.integers(0, 10**6), st.integers(0, 255))
 def test_a_changed_byte_is_an_error_or_another_valid_message(
     message: Message, place: int, value: int
