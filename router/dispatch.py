@@ -3,12 +3,13 @@ sockets (`router.groups`), another runs an engine in this process (tests)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from router.policy import Choice
-from workers.types import GenerateRequest, GroupId, GroupInfo, GroupStats, RequestId, TokenChunk
+from workers.types import GenerateRequest, GroupId, GroupInfo, GroupStats, RequestId, Role, TokenChunk
 
 
 class Unavailable(Exception):
@@ -32,6 +33,45 @@ class GroupState:
     info: GroupInfo | None  # None without a connection: it has said nothing of itself yet
     stats: GroupStats
     is_ready: bool  # connected, and a real token has come from it in this epoch
+    role: Role = Role.UNIFIED
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether requests are placed there; a prefill group only computes prompts for others."""
+        return self.role is not Role.PREFILL
+
+
+@dataclass(slots=True, kw_only=True)
+class Fetch:
+    """Blocks of a prompt that a group reads from another one, and what came of it."""
+
+    source: GroupId | None  # who was asked last; None: nobody any more, the group computes them itself
+    wanted_tokens: int  # in blocks that the group lacked
+    pulled_tokens: int | None = None  # of those; None until the first token
+    # Prefill groups that were asked to compute the prompt, and how it ended: computed, refused, failed,
+    # overtaken (the answer began without it), cancelled.
+    prefills: list[tuple[GroupId, str]] = field(default_factory=list)
+
+
+class PairState(NamedTuple):
+    """Two groups between which blocks have been read."""
+
+    source: GroupId
+    reader: GroupId
+    num_reads: int  # that brought something
+    num_failed: int
+    bytes_per_s: float | None  # None: not measured yet
+
+
+@dataclass(slots=True)
+class FetchCounts:
+    """What came of reading blocks from other groups, since the start."""
+
+    sources: Counter[str] = field(default_factory=Counter)  # decisions by "none", "prefill", "neighbour"
+    prefills: Counter[str] = field(default_factory=Counter)  # by how they ended, see Fetch.prefills
+    redirects: Counter[str] = field(default_factory=Counter)  # by the new source: "none", "prefill", ...
+    pulled_tokens: int = 0  # read from another group
+    recomputed_tokens: int = 0  # that should have been read, and were computed by the reader
 
 
 @dataclass(slots=True)
@@ -44,6 +84,7 @@ class Decision:
     matches: Mapping[GroupId, int]  # leading blocks of the prompt that a group had or was about to have
     num_prompt_tokens: int
     taken_by: GroupId | None = None
+    fetch: Fetch | None = None  # of the last attempt
 
 
 class Dispatcher(Protocol):
@@ -59,6 +100,14 @@ class Dispatcher(Protocol):
 
     def groups(self) -> Sequence[GroupState]:
         """All groups known now, ready or not."""
+        ...
+
+    def pairs(self) -> Sequence[PairState]:
+        """Groups between which blocks have been read, as far as this router knows."""
+        ...
+
+    def fetch_counts(self) -> FetchCounts:
+        """What came of reading blocks: to read, not to change."""
         ...
 
     def explain(self, request_id: RequestId) -> Decision | None:

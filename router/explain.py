@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.dispatch import Decision, Dispatcher
+from router.dispatch import Decision, Dispatcher, Fetch
 from router.errors import ApiError, quoted
 from workers.types import RequestId
 
@@ -38,13 +38,28 @@ def _shown(decision: Decision) -> dict[str, Any]:
         "taken_by": decision.taken_by,
         "num_attempts": decision.num_attempts,
         "num_prompt_tokens": decision.num_prompt_tokens,
+        "fetch": _fetch(decision.fetch),
         "ranked": [  # by the last attempt, best first
             {
                 "group": choice.group_id,
+                "source": choice.source,
+                "fetched_tokens": choice.fetched_tokens,
                 "matched_blocks": decision.matches.get(choice.group_id, 0),
                 "cost_ms": choice.cost_ms,
                 "terms_ms": dict(choice.terms),
             }
             for choice in decision.ranked
         ],
+    }
+
+
+def _fetch(fetch: Fetch | None) -> dict[str, Any] | None:
+    """What the last attempt read of the prompt from another group; null: it computed all that it lacked."""
+    if fetch is None:
+        return None
+    return {
+        "source": fetch.source,
+        "wanted_tokens": fetch.wanted_tokens,
+        "pulled_tokens": fetch.pulled_tokens,
+        "prefills": [{"group": group_id, "outcome": outcome} for group_id, outcome in fetch.prefills],
     }

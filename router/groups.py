@@ -237,7 +237,13 @@ def _state(follower: _Follower) -> GroupState:
             info=link.info,
             stats=link.load.stats,
             is_ready=link.is_ready and follower.is_eligible,
+            role=address.role,
         )
     return GroupState(
-        group_id=address.group_id, epoch=address.epoch, info=None, stats=GroupStats(), is_ready=False
+        group_id=address.group_id,
+        epoch=address.epoch,
+        info=None,
+        stats=GroupStats(),
+        is_ready=False,
+        role=address.role,
     )

@@ -17,7 +17,7 @@ from router.load import LoadTracker
 from router.prefix_index import PrefixIndex
 from workers.channel import Channel, ClientIdentity, HandshakeFailed, SilenceCheck, connect
 from workers.hashing import BlockHash
-from workers.types import GroupAddress, GroupInfo, RequestId, TokenChunk
+from workers.types import GroupAddress, GroupInfo, KVSource, RequestId, TokenChunk
 from workers.wire import (
     Abort,
     Chunks,
@@ -26,6 +26,7 @@ from workers.wire import (
     Message,
     Ping,
     Pong,
+    Redirect,
     Resync,
     Snapshot,
     Stats,
@@ -113,6 +114,11 @@ class GroupLink:
             self._aborted.popitem(last=False)
         self._channel.send(Abort(request_id=request_id))
 
+    def redirect(self, request_id: RequestId, source: KVSource | None) -> None:
+        """Tells the group to read the prompt's blocks from another source, or to compute them itself."""
+        if self._channel is not None and self._channel.is_open:
+            self._channel.send(Redirect(request_id=request_id, source=source))
+
     def close(self, reason: str) -> None:
         """Ends the link; the group aborts what it runs for it."""
         if self._channel is not None:
@@ -163,7 +169,14 @@ class GroupLink:
                 f" the directory says {expected[0]} epoch {expected[1]}"
             )
         self._info = info
-        self._load = LoadTracker(info.group_id, info.block_size, info.num_blocks)
+        self._load = LoadTracker(
+            info.group_id,
+            info.block_size,
+            info.num_blocks,
+            role=info.role,
+            kv_format=_kv_format(info),
+            block_bytes=info.kv_bytes_per_block,
+        )
         self._index.add_group(info.group_id, info.num_blocks)
 
     def _take_snapshot(self, snapshot: Snapshot) -> None:
@@ -190,6 +203,11 @@ class GroupLink:
             self._channel.drop(f"group {self.address.group_id} was silent for {self.silent_s:.1f} s")
         else:
             self._timer = self._loop.call_later(self._limits.check_period_s, self._watch)
+
+
+def _kv_format(info: GroupInfo) -> str:
+    """Equal for groups that can read each other's KV blocks; they compare the rest when they meet."""
+    return f"{info.model_hash} {info.dtype} {info.block_size}" if info.exchanges_kv else ""
 
 
 async def open_link(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import exp2
 
 from router.policy import GroupLoad
-from workers.types import GroupId, GroupStats, RequestId
+from workers.types import GroupId, GroupStats, RequestId, Role
 
 _MIN_OBSERVED_TOKENS = 128  # less than this says more about the length of a step than about the rate
 _LEARNING_RATE = 0.2  # least share of a new observation in the mean; the first ones count fully
@@ -26,6 +26,7 @@ class _Sent:
     uncached_tokens: int
     tokens_before: int  # queued before it when it was sent
     sent_s: float
+    is_measure: bool  # its first token tells how fast the group computes
     is_accepted: bool = False
     num_stats: int = 0  # STATS since it was accepted
     has_token: bool = False
@@ -34,9 +35,22 @@ class _Sent:
 class LoadTracker:
     """Load of one group over one connection. Times are seconds of the caller's monotonic clock."""
 
-    def __init__(self, group_id: GroupId, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        group_id: GroupId,
+        block_size: int,
+        num_blocks: int,
+        *,
+        role: Role = Role.UNIFIED,
+        kv_format: str = "",
+        block_bytes: int = 0,
+    ) -> None:
+        """What the group is, as `GroupLoad` has it."""
         self._group_id = group_id
         self._block_size = block_size
+        self._role = role
+        self._kv_format = kv_format
+        self._block_bytes = block_bytes
         self._stats = GroupStats(free_blocks=num_blocks)
         self._sent: dict[RequestId, _Sent] = {}
         self._charged: dict[RequestId, _Sent] = {}  # of those, the ones that the stats do not include yet
@@ -64,10 +78,15 @@ class LoadTracker:
             if sent.num_stats >= _STATS_UNTIL_COUNTED:
                 self._uncharge(request_id)
 
-    def on_sent(self, request_id: RequestId, uncached_tokens: int, now_s: float) -> None:
-        """A request is on its way to the group."""
+    def on_sent(
+        self, request_id: RequestId, uncached_tokens: int, now_s: float, *, is_measure: bool = True
+    ) -> None:
+        """A request is on its way to the group; `is_measure` is False when it waits for another group there,
+        so that its first token tells nothing of this one's speed."""
         before = self._stats.waiting_tokens + self._charged_tokens
-        sent = _Sent(uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s)
+        sent = _Sent(
+            uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s, is_measure=is_measure
+        )
         self._sent[request_id] = self._charged[request_id] = sent
         self._charged_tokens += uncached_tokens
         self._recent_requests = self._recent(now_s) + 1.0
@@ -79,14 +98,15 @@ class LoadTracker:
             sent.is_accepted = True
 
     def on_token(self, request_id: RequestId, now_s: float) -> None:
-        """Tokens of the request have come; the first time tells how fast the group computes prompts."""
+        """Tokens of the request have come, or its prompt is computed when it asked for no more; the first
+        time tells how fast the group computes prompts."""
         sent = self._sent.get(request_id)
         if sent is None or sent.has_token:
             return
         sent.has_token = True
         self._uncharge(request_id)
         tokens = sent.tokens_before + sent.uncached_tokens
-        if tokens >= _MIN_OBSERVED_TOKENS and now_s > sent.sent_s:
+        if sent.is_measure and tokens >= _MIN_OBSERVED_TOKENS and now_s > sent.sent_s:
             self._learn(tokens / (now_s - sent.sent_s))
 
     def on_ended(self, request_id: RequestId) -> None:
@@ -112,6 +132,9 @@ class LoadTracker:
             own_requests=len(self._sent),
             recent_requests=self._recent(now_s),
             silent_s=silent_s,
+            role=self._role,
+            kv_format=self._kv_format,
+            block_bytes=self._block_bytes,
         )
 
     def _uncharge(self, request_id: RequestId) -> None:

@@ -1,6 +1,6 @@
 """Ranks the groups for a request with all that this router knows, and remembers why.
 
-The bridge between what is live (links, prefix index) and the pure `router.policy`.
+The bridge between what is live (links, prefix index) and the pure `router.policy` and `router.pairing`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from router.dispatch import Decision
 from router.link import GroupLink
+from router.pairing import Sources, rank_with_sources, whole_block_tokens
+from router.pairs import PairTable
 from router.policy import PolicyConfig, RequestView, rank, split_prompt
 from router.prefix_index import PrefixIndex
 from workers.hashing import BlockHash, block_hashes
@@ -33,16 +35,28 @@ class Placement:
         self._max_decisions = max_decisions
         self._decisions: OrderedDict[RequestId, Decision] = OrderedDict()
         self._turn = 0
+        self.pairs = PairTable(clock)
 
     def choose(
-        self, request: GenerateRequest, chains: BlockChains, links: Mapping[GroupId, GroupLink], attempt: int
+        self,
+        request: GenerateRequest,
+        chains: BlockChains,
+        links: Mapping[GroupId, GroupLink],
+        attempt: int,
+        prefill: Mapping[GroupId, GroupLink] | None = None,
     ) -> Decision:
-        """Ranks the groups, which are not none; charges nothing."""
-        matches = self._matches(request, chains, links)
+        """Ranks the groups, which are not none; charges nothing. `prefill` groups only compute prompts."""
+        prefill = prefill or {}
+        matches = self._matches(request, chains, {**links, **prefill})
         now_s = self._clock()
         loads = [link.load.view(now_s, link.silent_s) for link in links.values()]
         self._turn += 1
-        ranked = rank(_view(request, chains, self._turn), loads, matches, self._policy)
+        view = _view(request, chains, self._turn)
+        sources = self._sources(request, chains, links, prefill, now_s)
+        if sources is None:
+            ranked = rank(view, loads, matches, self._policy)
+        else:
+            ranked = rank_with_sources(view, loads, matches, sources, self._policy)
         decision = Decision(
             request_id=request.request_id,
             num_attempts=attempt,
@@ -58,15 +72,59 @@ class Placement:
 
     def charge(self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: GroupLink) -> None:
         """Counts the request to the group until its own stats do, and its blocks as being made there."""
-        info = link.info
-        matched = decision.matches.get(info.group_id, 0)
-        uncached = split_prompt(decision.num_prompt_tokens, info.block_size, matched).uncached
-        link.load.on_sent(wire_id, uncached, self._clock())
+        info, best = link.info, decision.ranked[0]
+        uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
+        fetched = best.fetched_tokens if best.group_id == info.group_id else 0
+        link.load.on_sent(wire_id, uncached - fetched, self._clock(), is_measure=not fetched)
         self._index.expect(info.group_id, chains.get(info.block_size, ()))
+
+    def charge_prompt(
+        self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: GroupLink
+    ) -> None:
+        """The same for a prefill group that is to compute the prompt."""
+        uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
+        link.load.on_sent(wire_id, uncached, self._clock())
+        self._index.expect(link.info.group_id, chains.get(link.info.block_size, ()))
+
+    def cached_tokens(self, decision: Decision, link: GroupLink) -> int:
+        """What the group was taken to have of the prompt."""
+        matched = decision.matches.get(link.info.group_id, 0)
+        return split_prompt(decision.num_prompt_tokens, link.info.block_size, matched).cached
 
     def explain(self, request_id: RequestId) -> Decision | None:
         """The decision of one of the last requests."""
         return self._decisions.get(request_id)
+
+    def _sources(
+        self,
+        request: GenerateRequest,
+        chains: BlockChains,
+        links: Mapping[GroupId, GroupLink],
+        prefill: Mapping[GroupId, GroupLink],
+        now_s: float,
+    ) -> Sources | None:
+        """Groups whose blocks could be read; None when there is nothing to read, or nobody to read from."""
+        if request.sampling.num_prompt_logprobs is not None:
+            return None  # the engine computes every row of such a prompt
+        num = len(request.prompt_token_ids)
+        able = [link for link in links.values() if link.info.exchanges_kv]
+        if not any(whole_block_tokens(num, link.info.block_size) for link in able):
+            return None
+        computing = [
+            link.load.view(now_s, link.silent_s)
+            for link in prefill.values()
+            if link.info.exchanges_kv and num <= link.info.max_model_len
+        ]
+        cached: dict[GroupId, int] = {}
+        if self._policy.pull and len(able) > 1:
+            for link in able:
+                info = link.info
+                cached[info.group_id] = self._index.num_cached(info.group_id, chains.get(info.block_size, ()))
+        if not computing and not any(cached.values()):
+            return None
+        return Sources(
+            prefill=computing, cached=cached, bytes_per_s=self.pairs.rates(), barred=self.pairs.barred()
+        )
 
     def _matches(
         self, request: GenerateRequest, chains: BlockChains, links: Mapping[GroupId, GroupLink]

@@ -63,6 +63,12 @@ class _GroupBlocks:
             count += 1
         return count
 
+    def num_leading_exact(self, block_hashes: Sequence[BlockHash]) -> int:
+        exact = self.exact
+        return next(
+            (i for i, block_hash in enumerate(block_hashes) if block_hash not in exact), len(block_hashes)
+        )
+
 
 class PrefixIndex:
     """Cached blocks of all groups. Not thread-safe; lives on the router's event loop."""
@@ -143,6 +149,11 @@ class PrefixIndex:
                 blocks.expire(now_s, self._max_speculative_blocks)
             found[group_id] = blocks.num_leading(block_hashes)
         return found
+
+    def num_cached(self, group_id: GroupId, block_hashes: Sequence[BlockHash]) -> int:
+        """How many leading blocks of the chain the group has said that it has."""
+        blocks = self._groups.get(group_id)
+        return blocks.num_leading_exact(block_hashes) if blocks is not None else 0
 
     def is_usable(self, group_id: GroupId) -> bool:
         """Whether the exact part of the group is known, up to its last event."""

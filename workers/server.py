@@ -14,6 +14,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from workers.types import (
     GenerateRequest,
     GroupInfo,
     GroupStats,
+    KVSource,
     RequestId,
     TokenChunk,
     error_chunk,
@@ -43,6 +45,7 @@ from workers.wire import (
     Message,
     Ping,
     Pong,
+    Redirect,
     Refused,
     Resync,
     Snapshot,
@@ -99,9 +102,19 @@ class _Client:
 class StreamServer:
     """Serves one epoch of a group. All methods but `on_output` belong to the asyncio loop."""
 
-    def __init__(self, *, info: GroupInfo, secret: bytes, limits: ServerLimits | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        info: GroupInfo,
+        secret: bytes,
+        limits: ServerLimits | None = None,
+        on_redirect: Callable[[RequestId, KVSource | None], None] | None = None,
+    ) -> None:
+        """`on_redirect` tells the engine to read a request's blocks from elsewhere, or nowhere; without it
+        the group reads no blocks of others."""
         self._info = info
         self._secret = secret
+        self._on_redirect = on_redirect
         self._limits = limits or ServerLimits()
         self._engine: EngineInput | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -279,6 +292,8 @@ class StreamServer:
                 channel.send(self._submit(message))
             case Abort():
                 self._abort(client, message.request_id)
+            case Redirect():
+                self._redirect(client, message)
             case Resync():
                 channel.write(self._snapshot())
             case Pong():
@@ -335,6 +350,11 @@ class StreamServer:
             self._requests.remember_abort(request_id)
         elif reader == client.client_id:  # not somebody else's
             self._end(request_id)
+
+    def _redirect(self, client: _Client, message: Redirect) -> None:
+        """The request may have ended by now, and is nobody else's to redirect."""
+        if self._on_redirect is not None and self._requests.reader(message.request_id) == client.client_id:
+            self._on_redirect(message.request_id, message.source)
 
     def _closed(self, channel: Channel, reason: str) -> None:
         client = self._connections.pop(channel, None)

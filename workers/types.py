@@ -142,6 +142,7 @@ class GroupInfo:
     block_size: int
     num_blocks: int
     kv_bytes_per_block: int
+    exchanges_kv: bool = False  # reads KV blocks of groups of the same model, and lets them read its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

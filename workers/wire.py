@@ -14,6 +14,7 @@ Life of a connection (C client, S server):
     C  SUBMIT      a request whose tokens go to connection `client_id`: answered by ACCEPTED or REFUSED
     S  CHUNKS      all tokens of one step for this client, in one frame
     C  ABORT       the request is not wanted any more
+    C  REDIRECT    read what is missing of the prompt's blocks from another group, or compute it
     S  PING, C PONG; either side drops a peer that has been silent for too long
     S  GOODBYE     why the server closes
 
@@ -32,7 +33,7 @@ from typing import Final
 import msgspec
 
 from workers.hashing import BlockHash
-from workers.types import BlockEvent, GenerateRequest, GroupInfo, GroupStats, RequestId, TokenChunk
+from workers.types import BlockEvent, GenerateRequest, GroupInfo, GroupStats, KVSource, RequestId, TokenChunk
 
 PROTOCOL_VERSION: Final = 1
 NONCE_BYTES: Final = 32
@@ -134,6 +135,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Redirect:
+    """The source of this request's KV blocks has failed."""
+
+    request_id: RequestId
+    source: KVSource | None  # None: compute what is missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
     """Are you there?"""
 
@@ -157,13 +166,13 @@ class Resync:
 
 Message = (
     Challenge | Hello | Welcome | Snapshot | Events | Stats | Chunks | Submit | Accepted | Refused | Abort
-    | Ping | Pong | Goodbye | Resync
+    | Ping | Pong | Goodbye | Resync | Redirect
 )  # fmt: skip
 
 # Position = kind byte, so entries may only be added at the end.
 _TYPES: Final[tuple[type[Message], ...]] = (
     Challenge, Hello, Welcome, Snapshot, Events, Stats, Chunks, Submit, Accepted, Refused, Abort,
-    Ping, Pong, Goodbye, Resync,
+    Ping, Pong, Goodbye, Resync, Redirect,
 )  # fmt: skip
 _KINDS: Final[dict[type[Message], int]] = {kind: number for number, kind in enumerate(_TYPES)}
 _DECODERS: Final[tuple[msgspec.msgpack.Decoder[Message], ...]] = tuple(

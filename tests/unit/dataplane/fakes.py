@@ -29,6 +29,7 @@ from workers.types import (
     GroupId,
     GroupInfo,
     GroupStats,
+    KVSource,
     RequestId,
     Role,
     SamplingParams,
@@ -135,6 +136,9 @@ class FakeEngine:
             self.aborted.append(request_id)
             self.running.pop(request_id, None)
 
+    def redirect(self, request_id: RequestId, source: KVSource | None) -> None:
+        """It reads nothing of others."""
+
     def store(self, hashes: Iterable[BlockHash]) -> None:
         with self._lock:
             self._store(list(hashes))
@@ -223,11 +227,18 @@ class FakeGroup:
 
 
 async def start_group(
-    name: str = "g1", epoch: int = 1, *, limits: ServerLimits = FAST_SERVER, steps: bool = True
+    name: str = "g1",
+    epoch: int = 1,
+    *,
+    limits: ServerLimits = FAST_SERVER,
+    steps: bool = True,
+    engine: FakeEngine | None = None,
+    described: GroupInfo | None = None,
 ) -> FakeGroup:
     """A group on a loopback port; `steps`: its engine runs by itself."""
-    engine = FakeEngine()
-    server = StreamServer(info=info(name, epoch), secret=SECRET, limits=limits)
+    engine = engine or FakeEngine()
+    described = described or info(name, epoch)
+    server = StreamServer(info=described, secret=SECRET, limits=limits, on_redirect=engine.redirect)
     engine.on_output = server.on_output
     host, port = await server.start(engine, "127.0.0.1")
     front = SubmitClient(ClientIdentity(client_id=f"front-{name}", secret=SECRET, subscribes=False))
@@ -235,7 +246,7 @@ async def start_group(
     if steps:
         engine.start()
     address = GroupAddress(
-        group_id=GroupId(name), replica_id=name, host=host, port=port, role=Role.UNIFIED, epoch=epoch
+        group_id=GroupId(name), replica_id=name, host=host, port=port, role=described.role, epoch=epoch
     )
     return FakeGroup(engine, server, address, front)
 
@@ -250,8 +261,16 @@ class Cluster:
     refuse: set[str] = field(default_factory=set)  # groups whose front takes nothing
     sent: list[tuple[RequestId, GroupId]] = field(default_factory=list)  # accepted requests
 
-    async def add_group(self, name: str, epoch: int = 1, *, steps: bool = True) -> FakeGroup:
-        group = await start_group(name, epoch, steps=steps)
+    async def add_group(
+        self,
+        name: str,
+        epoch: int = 1,
+        *,
+        steps: bool = True,
+        engine: FakeEngine | None = None,
+        described: GroupInfo | None = None,
+    ) -> FakeGroup:
+        group = await start_group(name, epoch, steps=steps, engine=engine, described=described)
         self.stack.push_async_callback(group.stop)
         self.groups[name] = group
         self.listed = [a for a in self.listed if a.group_id != name] + [group.address]

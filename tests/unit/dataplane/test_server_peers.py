@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -13,18 +14,23 @@ from tests.unit.dataplane.fakes import (
     request,
     run,
     serving,
+    start_group,
     until,
 )
+from tests.unit.dataplane.pools import PooledEngine
 from tests.unit.dataplane.reader import Reader
 from workers.channel import ClientIdentity, HandshakeFailed, connect
 from workers.server import ServerLimits
 from workers.submit import SubmitRefused
+from workers.types import GroupId, KVSource, RequestId
 from workers.wire import (
     Challenge,
     FrameReader,
     Goodbye,
     Hello,
     Message,
+    Redirect,
+    Resync,
     Submit,
     Welcome,
     encode,
@@ -203,5 +209,29 @@ def test_garbage_from_a_greeted_client_ends_that_client_only(data: bytes) -> Non
             await until(lambda: group.engine.aborted == ["a"])
             group.engine.step()
             await until(lambda: len(good.chunks) == 1)
+
+    run(test())
+
+
+def test_a_redirect_reaches_the_engine_for_one_s_own_running_requests_only() -> None:
+    async def test() -> None:
+        engine = PooledEngine({}, "g1")
+        group = await start_group(engine=engine, steps=False)
+        try:
+            reader, other = await Reader().connect(group), await Reader("other").connect(group)
+            source = KVSource(group_id=GroupId("p"), host="127.0.0.1", port=1234, transfer_id="0f" * 16)
+            await group.front.submit("router", replace(request("a"), kv_source=source))
+            other.send(Redirect(request_id=RequestId("a"), source=None))
+            other.send(Resync())
+            await until(lambda: len(other.log) == 2)
+            reader.send(Redirect(request_id=RequestId("unknown"), source=None))
+            reader.send(Redirect(request_id=RequestId("a"), source=replace(source, group_id=GroupId("q"))))
+            reader.send(Redirect(request_id=RequestId("a"), source=None))
+            await until(lambda: len(engine.redirects) == 2)
+            assert engine.redirects == [("a", "q"), ("a", None)]
+            engine.step()
+            await until(lambda: len(reader.chunks) == 1)
+        finally:
+            await group.stop()
 
     run(test())

@@ -35,6 +35,7 @@ from workers.wire import (
     Message,
     Ping,
     Pong,
+    Redirect,
     Refused,
     Resync,
     Snapshot,
@@ -92,6 +93,7 @@ ONE_OF_EACH: list[Message] = [
     Pong(),
     Goodbye(reason="rank 1 died"),
     Resync(),
+    Redirect(request_id=RequestId("r1"), source=FULL_REQUEST.kv_source),
 ]
 
 
@@ -104,6 +106,16 @@ def test_frame_layout() -> None:
     # Golden: routers and groups of two builds talk to each other during a rolling update.
     assert encode(Abort(request_id=RequestId("r1"))) == b"\x10\x00\x00\x00\x0a\x81\xaarequest_id\xa2r1"
     assert encode(Ping()) == b"\x02\x00\x00\x00\x0b\x80"
+
+
+def test_redirect_layout() -> None:
+    nowhere = b"\x18\x00\x00\x00\x0f\x82\xaarequest_id\xa2r1\xa6source\xc0"
+    assert encode(Redirect(request_id=RequestId("r1"), source=None)) == nowhere
+    (read,) = FrameReader(100).feed(nowhere)
+    assert read == Redirect(request_id=RequestId("r1"), source=None)
+    for broken in (b"\x81\xaarequest_id\xa2r1", b"\x82\xaarequest_id\xa2r1\xa6source\x01"):
+        with pytest.raises(WireError, match="malformed Redirect"):
+            decode(15, broken)
 
 
 def test_a_request_of_a_router_that_knows_no_transfers_is_understood() -> None:

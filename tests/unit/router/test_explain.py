@@ -32,9 +32,24 @@ def test_the_ranking_of_each_prompt() -> None:
         "taken_by": "b",
         "num_attempts": 2,
         "num_prompt_tokens": 70,
+        "fetch": None,
         "ranked": [
-            {"group": "b", "matched_blocks": 3, "cost_ms": 1.5, "terms_ms": {"prefill": 1.0, "queue": 0.5}},
-            {"group": "a", "matched_blocks": 0, "cost_ms": 2.0, "terms_ms": {"prefill": 2.0}},
+            {
+                "group": "b",
+                "source": None,
+                "fetched_tokens": 0,
+                "matched_blocks": 3,
+                "cost_ms": 1.5,
+                "terms_ms": {"prefill": 1.0, "queue": 0.5},
+            },
+            {
+                "group": "a",
+                "source": None,
+                "fetched_tokens": 0,
+                "matched_blocks": 0,
+                "cost_ms": 2.0,
+                "terms_ms": {"prefill": 2.0},
+            },
         ],
     }
     assert call(app, f"/explain/{request_id}").json() == shown
