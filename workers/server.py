@@ -18,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from workers.cached_blocks import CachedBlocks
+from workers.block_log import BlockLog
 from workers.channel import MAX_OUTGOING_BYTES, Channel, SilenceCheck
 from workers.engine.loop import StepOutput
 from workers.engine.request import MAX_CHOICES
+from workers.lease_desk import LeaseDesk, LeaseMessage
 from workers.live_requests import LiveRequests
 from workers.types import (
     BlockEvent,
@@ -39,7 +40,6 @@ from workers.wire import (
     Accepted,
     Challenge,
     Chunks,
-    Events,
     Goodbye,
     Hello,
     Message,
@@ -48,7 +48,6 @@ from workers.wire import (
     Redirect,
     Refused,
     Resync,
-    Snapshot,
     Stats,
     Submit,
     Welcome,
@@ -109,12 +108,14 @@ class StreamServer:
         secret: bytes,
         limits: ServerLimits | None = None,
         on_redirect: Callable[[RequestId, KVSource | None], None] | None = None,
+        desk: LeaseDesk | None = None,
     ) -> None:
         """`on_redirect` tells the engine to read a request's blocks from elsewhere, or nowhere; without it
-        the group reads no blocks of others."""
+        the group reads no blocks of others. `desk`: for those who read its own."""
         self._info = info
         self._secret = secret
         self._on_redirect = on_redirect
+        self._desk = desk or LeaseDesk()
         self._limits = limits or ServerLimits()
         self._engine: EngineInput | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,7 +128,7 @@ class StreamServer:
         self._connections: dict[Channel, _Client] = {}
         self._clients: dict[str, _Client] = {}  # greeted
         self._requests = LiveRequests(self._limits.max_remembered_aborts)
-        self._blocks = CachedBlocks()
+        self._blocks = BlockLog(info.group_id, self._limits.snapshot_part_blocks)
         self._stats = GroupStats()
         self._stats_sent_s = float("-inf")
         self._failure: str | None = None
@@ -202,19 +203,9 @@ class StreamServer:
             for chunk in output.chunks:
                 if (reader := self._requests.pass_on(chunk)) is not None:
                     chunks.setdefault(reader, []).append(chunk)
-        news = self._take_events(events)
-        self._write(news, chunks)
+        self._write(self._blocks.take(events), chunks)
         if self._failure is not None:
             self._dismiss_all(self._failure)
-
-    def _take_events(self, events: list[BlockEvent]) -> bytes:
-        """Follows the block log; the frames for subscribers."""
-        if not events:
-            return b""
-        if self._blocks.apply(events):
-            return encode(Events(events=tuple(events)))
-        _log.error("block log of %s has a gap at event %d", self._info.group_id, self._blocks.number)
-        return self._snapshot()
 
     def _write(self, news: bytes, chunks: dict[str, list[TokenChunk]]) -> None:
         """One write per client that has something to read."""
@@ -295,9 +286,11 @@ class StreamServer:
             case Redirect():
                 self._redirect(client, message)
             case Resync():
-                channel.write(self._snapshot())
+                channel.write(self._blocks.snapshot())
             case Pong():
                 pass
+            case _ if isinstance(message, LeaseMessage):
+                self._desk.handle(channel, message)
             case _:
                 raise WireError(f"a client does not send {type(message).__name__}")
 
@@ -321,7 +314,7 @@ class StreamServer:
         mac = welcome_mac(self._secret, client.nonce, message.nonce, message.client_id)
         client.channel.send(Welcome(info=self._info, mac=mac), Stats(stats=self._stats))
         if client.subscribes:
-            client.channel.write(self._snapshot())
+            client.channel.write(self._blocks.snapshot())
 
     def _submit(self, submit: Submit) -> Accepted | Refused:
         """Hands a request to the engine, for a client that is there to read its tokens."""
@@ -364,7 +357,8 @@ class StreamServer:
         self._leave(client)
 
     def _leave(self, client: _Client) -> None:
-        """Nobody reads this client's tokens any more."""
+        """Nobody reads this client's tokens any more, nor our blocks for it."""
+        self._desk.leave(client.channel)
         if client.client_id is None or self._clients.get(client.client_id) is not client:
             return
         del self._clients[client.client_id]
@@ -378,13 +372,6 @@ class StreamServer:
         assert self._engine is not None
         self._requests.remove(request_id)
         self._engine.abort(request_id)
-
-    def _snapshot(self) -> bytes:
-        parts = self._blocks.parts(self._limits.snapshot_part_blocks)
-        return b"".join(
-            encode(Snapshot(number=self._blocks.number, block_hashes=part, is_last=i == len(parts) - 1))
-            for i, part in enumerate(parts)
-        )
 
     async def _beat(self) -> None:
         """Heartbeats, and the end of clients that do not answer them."""

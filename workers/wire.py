@@ -1,5 +1,5 @@
-"""Frames between a group's rank 0 and its clients: router replicas, which read tokens, and the group's front,
-which hands requests in.
+"""Frames between a group's rank 0 and its clients: router replicas, which read tokens, the group's front,
+which hands requests in, and other groups, which read KV blocks.
 
     frame = length of the rest (4 bytes, little endian) | kind (1 byte) | body (msgpack)
 
@@ -15,6 +15,9 @@ Life of a connection (C client, S server):
     S  CHUNKS      all tokens of one step for this client, in one frame
     C  ABORT       the request is not wanted any more
     C  REDIRECT    read what is missing of the prompt's blocks from another group, or compute it
+    C  OPEN_LEASE, RENEW_LEASES, CLOSE_LEASE: keep these blocks for me to read; see `workers.lease_desk`
+    S  KV_POOL     before the first answer to a lease: how blocks lie, and who gives out their bytes
+    S  LEASE_OFFER further blocks of a lease, in the order that was asked for; or LEASE_REFUSED
     S  PING, C PONG; either side drops a peer that has been silent for too long
     S  GOODBYE     why the server closes
 
@@ -28,9 +31,10 @@ import hmac
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from workers.hashing import BlockHash
 from workers.types import BlockEvent, GenerateRequest, GroupInfo, GroupStats, KVSource, RequestId, TokenChunk
@@ -40,7 +44,16 @@ NONCE_BYTES: Final = 32
 MAX_FRAME_BYTES: Final = 32 << 20  # length field of a frame: prompt log-probabilities are the largest
 MAX_GREETING_BYTES: Final = 4 << 10  # until a peer has shown that it knows the secret
 
+MAX_LEASE_BLOCKS: Final = 65_536  # hashes in one lease: a million tokens
+
 _LENGTH_BYTES: Final = 4
+
+_LeaseNumber = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_LeaseHash = Annotated[BlockHash, Meta(min_length=16, max_length=16)]
+_Block = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Port = Annotated[int, Meta(ge=1, le=65_535)]
+_Text = Annotated[str, Meta(max_length=500)]
 
 
 class WireError(Exception):
@@ -164,15 +177,67 @@ class Resync:
     """The client has missed events: send a snapshot again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenLease:
+    """Offer me these blocks, in this order, and keep them until I have read them."""
+
+    number: _LeaseNumber  # of the client's choice, each once a connection
+    hashes: Annotated[tuple[_LeaseHash, ...], Meta(min_length=1, max_length=MAX_LEASE_BLOCKS)]
+    transfer_id: Annotated[str, Meta(max_length=64)] | None  # of the request that computes them just now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewLeases:
+    """I still want these."""
+
+    numbers: Annotated[tuple[_LeaseNumber, ...], Meta(max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseLease:
+    """I have read, or do not want to any more."""
+
+    number: _LeaseNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPool:
+    """How the group's KV blocks lie, and where its ranks, in their order, give out their bytes."""
+
+    layout: Annotated[dict[_Text, int | _Text], Meta(max_length=32)]  # see `workers.transfer.layout`
+    endpoints: Annotated[tuple[tuple[_Text, _Port], ...], Meta(min_length=1, max_length=1024)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseOffer:
+    """Blocks that the reader may read now: those of the hashes from `first` on."""
+
+    number: _LeaseNumber
+    first: Annotated[int, Meta(ge=0, lt=MAX_LEASE_BLOCKS)]
+    blocks: Annotated[tuple[_Block, ...], Meta(max_length=MAX_LEASE_BLOCKS)]
+    generations: Annotated[tuple[_Generation, ...], Meta(max_length=MAX_LEASE_BLOCKS)]  # one a block
+    is_complete: bool  # no further block will come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRefused:
+    """There is no such lease, and why."""
+
+    number: _LeaseNumber
+    reason: _Text
+
+
 Message = (
     Challenge | Hello | Welcome | Snapshot | Events | Stats | Chunks | Submit | Accepted | Refused | Abort
-    | Ping | Pong | Goodbye | Resync | Redirect
+    | Ping | Pong | Goodbye | Resync | Redirect | OpenLease | RenewLeases | CloseLease | KVPool | LeaseOffer
+    | LeaseRefused
 )  # fmt: skip
 
 # Position = kind byte, so entries may only be added at the end.
 _TYPES: Final[tuple[type[Message], ...]] = (
     Challenge, Hello, Welcome, Snapshot, Events, Stats, Chunks, Submit, Accepted, Refused, Abort,
-    Ping, Pong, Goodbye, Resync, Redirect,
+    Ping, Pong, Goodbye, Resync, Redirect, OpenLease, RenewLeases, CloseLease, KVPool, LeaseOffer,
+    LeaseRefused,
 )  # fmt: skip
 _KINDS: Final[dict[type[Message], int]] = {kind: number for number, kind in enumerate(_TYPES)}
 _DECODERS: Final[tuple[msgspec.msgpack.Decoder[Message], ...]] = tuple(

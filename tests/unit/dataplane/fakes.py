@@ -18,6 +18,7 @@ from router.policy import PolicyConfig
 from workers.channel import ClientIdentity
 from workers.engine.loop import StepOutput
 from workers.hashing import BlockHash, block_hashes
+from workers.lease_desk import LeaseDesk
 from workers.server import ServerLimits, StreamServer
 from workers.submit import SubmitClient, SubmitRefused
 from workers.types import (
@@ -234,11 +235,14 @@ async def start_group(
     steps: bool = True,
     engine: FakeEngine | None = None,
     described: GroupInfo | None = None,
+    desk: LeaseDesk | None = None,
 ) -> FakeGroup:
     """A group on a loopback port; `steps`: its engine runs by itself."""
     engine = engine or FakeEngine()
     described = described or info(name, epoch)
-    server = StreamServer(info=described, secret=SECRET, limits=limits, on_redirect=engine.redirect)
+    server = StreamServer(
+        info=described, secret=SECRET, limits=limits, on_redirect=engine.redirect, desk=desk
+    )
     engine.on_output = server.on_output
     host, port = await server.start(engine, "127.0.0.1")
     front = SubmitClient(ClientIdentity(client_id=f"front-{name}", secret=SECRET, subscribes=False))
@@ -308,9 +312,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def serving(limits: ServerLimits = FAST_SERVER, *, steps: bool = False) -> AsyncIterator[FakeGroup]:
+async def serving(
+    limits: ServerLimits = FAST_SERVER, *, steps: bool = False, desk: LeaseDesk | None = None
+) -> AsyncIterator[FakeGroup]:
     """A group behind its server, stopped at the end."""
-    group = await start_group(limits=limits, steps=steps)
+    group = await start_group(limits=limits, steps=steps, desk=desk)
     try:
         yield group
     finally:

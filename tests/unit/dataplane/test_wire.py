@@ -28,15 +28,21 @@ from workers.wire import (
     Accepted,
     Challenge,
     Chunks,
+    CloseLease,
     Events,
     FrameReader,
     Goodbye,
     Hello,
+    KVPool,
+    LeaseOffer,
+    LeaseRefused,
     Message,
+    OpenLease,
     Ping,
     Pong,
     Redirect,
     Refused,
+    RenewLeases,
     Resync,
     Snapshot,
     Stats,
@@ -94,6 +100,12 @@ ONE_OF_EACH: list[Message] = [
     Goodbye(reason="rank 1 died"),
     Resync(),
     Redirect(request_id=RequestId("r1"), source=FULL_REQUEST.kv_source),
+    OpenLease(number=3, hashes=(BlockHash(b"h" * 16),), transfer_id="0f" * 16),
+    RenewLeases(numbers=(3, 4)),
+    CloseLease(number=3),
+    KVPool(layout={"model_hash": "m", "block_size": 16}, endpoints=(("127.0.0.1", 40_000),)),
+    LeaseOffer(number=3, first=7, blocks=(5, 9), generations=(1, 2**50), is_complete=False),
+    LeaseRefused(number=3, reason="too many"),
 ]
 
 
@@ -190,7 +202,7 @@ def test_random_bytes_end_in_a_message_or_a_wire_error(data: bytes) -> None:
         pass
 
 
-@given(kind=st.integers(0, 20), body=st.binary(max_size=60))
+@given(kind=st.integers(0, 25), body=st.binary(max_size=60))
 @settings(max_examples=500, deadline=None)
 def test_random_bodies_end_in_a_message_or_a_wire_error(kind: int, body: bytes) -> None:
     frame = (len(body) + 1).to_bytes(4, "little") + bytes([kind]) + body
