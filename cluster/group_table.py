@@ -3,19 +3,21 @@
     Serve's controller   deployments and replicas: state, node, age, what is wanted, what went wrong
     group directory      groups: phase, reason, restarts, process ids of the ranks
     router's /metrics    load: running, waiting, KV blocks
+    router's /load       pairs of groups of which one has read KV blocks of the other
 
 Each may be away: a row then has None where nobody could say. Pure: everything comes as arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import KV_BLOCKS, PREFIX, RUNNING, WAITING
+from router.group_metrics import KV_BLOCKS, RUNNING, WAITING
+from router.metric_spec import PREFIX
 from workers.directory import GroupEntry, GroupPhase
 
 # Serve's replica states, in our words.
@@ -82,6 +84,17 @@ class GroupRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairRow:
+    """Two groups between which KV blocks have been read, as one router replica knows it."""
+
+    source: str
+    reader: str
+    num_reads: int
+    num_failed: int
+    bytes_per_s: float | None  # None: not measured yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApplicationStatus:
     """One application and its parts."""
 
@@ -92,6 +105,7 @@ class ApplicationStatus:
     ready: int
     deployed_at: float | None
     rows: tuple[GroupRow, ...]
+    pairs: tuple[PairRow, ...] = ()
 
 
 def parse_loads(metrics_text: str) -> dict[str, ReportedLoad]:
@@ -106,19 +120,32 @@ def parse_loads(metrics_text: str) -> dict[str, ReportedLoad]:
     return loads
 
 
+def parse_pairs(load: object) -> list[PairRow]:
+    """The pairs in a body of `/load`; none in that of a router of another version."""
+    found = load.get("pairs") if isinstance(load, Mapping) else None
+    try:
+        return [PairRow(**pair) for pair in found or ()]
+    except TypeError:
+        return []
+
+
 def application_statuses(
     details: Mapping[str, Any],
     entries: Iterable[GroupEntry],
     loads: Mapping[str, ReportedLoad],
+    pairs: Sequence[PairRow] = (),
     *,
     now: float,
 ) -> list[ApplicationStatus]:
     """Every application that Serve knows; `now` is Unix time."""
     by_replica = {entry.replica_id: entry for entry in entries}
-    return [
-        _application(name, app, by_replica, loads, now)
-        for name, app in sorted(details.get("applications", {}).items())
-    ]
+    statuses = []
+    for name, app in sorted(details.get("applications", {}).items()):
+        status = _application(name, app, by_replica, loads, now)
+        groups = {row.group for row in status.rows}
+        own = tuple(pair for pair in pairs if pair.source in groups and pair.reader in groups)
+        statuses.append(replace(status, pairs=own))
+    return statuses
 
 
 def _application(

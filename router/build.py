@@ -40,6 +40,7 @@ def build_service(
         replica=settings.replica,
         admission=admission,
         groups=dispatcher.groups,
+        fetches=dispatcher.fetch_counts,
         clock=time.monotonic,
     )
     preparer = Preparer(

@@ -41,6 +41,11 @@ class GroupState:
         return self.role is not Role.PREFILL
 
 
+SOURCES = ("none", "prefill", "neighbour")  # kinds of groups to read blocks from
+# How it ends that a prefill group is asked for a prompt; overtaken: the answer had begun without it.
+PREFILL_OUTCOMES = ("computed", "refused", "failed", "overtaken", "cancelled")
+
+
 @dataclass(slots=True, kw_only=True)
 class Fetch:
     """Blocks of a prompt that a group reads from another one, and what came of it."""
@@ -48,8 +53,7 @@ class Fetch:
     source: GroupId | None  # who was asked last; None: nobody any more, the group computes them itself
     wanted_tokens: int  # in blocks that the group lacked
     pulled_tokens: int | None = None  # of those; None until the first token
-    # Prefill groups that were asked to compute the prompt, and how it ended: computed, refused, failed,
-    # overtaken (the answer began without it), cancelled.
+    # Prefill groups that were asked to compute the prompt, and which of PREFILL_OUTCOMES it came to.
     prefills: list[tuple[GroupId, str]] = field(default_factory=list)
 
 
@@ -67,9 +71,9 @@ class PairState(NamedTuple):
 class FetchCounts:
     """What came of reading blocks from other groups, since the start."""
 
-    sources: Counter[str] = field(default_factory=Counter)  # decisions by "none", "prefill", "neighbour"
-    prefills: Counter[str] = field(default_factory=Counter)  # by how they ended, see Fetch.prefills
-    redirects: Counter[str] = field(default_factory=Counter)  # by the new source: "none", "prefill", ...
+    sources: Counter[str] = field(default_factory=Counter)  # decisions, by SOURCES
+    prefills: Counter[str] = field(default_factory=Counter)  # that have ended, by PREFILL_OUTCOMES
+    redirects: Counter[str] = field(default_factory=Counter)  # by the new one of SOURCES
     pulled_tokens: int = 0  # read from another group
     recomputed_tokens: int = 0  # that should have been read, and were computed by the reader
 

@@ -1,8 +1,8 @@
 """The text of `/metrics`: snapshots of replicas in the names, labels and buckets of the one table.
 
-Names, labels and buckets are those of `router.metrics`; what a snapshot of another version has besides them
-is left out. Series of a replica carry `model` and `replica`, those of a group `model` and `group`: a sum over
-all series counts each thing once.
+Names, labels and buckets are those of `router.metrics` and `router.group_metrics`; what a snapshot of another
+version has besides them is left out. Series of a replica carry `model` and `replica`, those of a group
+`model` and `group`: a sum over all series counts each thing once.
 """
 
 from __future__ import annotations
@@ -14,18 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from router.metrics import (
-    COUNTERS,
-    EPOCH,
-    GAUGES,
-    GROUP_GAUGES,
-    GROUP_TOTALS,
-    HISTOGRAMS,
-    PREFIX,
-    TELEMETRY_AGE,
-    UP,
-    MetricSpec,
-)
+from router.group_metrics import EPOCH, GROUP_GAUGES, GROUP_TOTALS, UP
+from router.metric_spec import PREFIX, MetricSpec
+from router.metrics import COUNTERS, GAUGES, HISTOGRAMS, TELEMETRY_AGE
 from router.snapshot import GroupRow, HistogramCounts, ReplicaRow, Series, living, merged_groups
 
 _REPLICA, _GROUP = ("model", "replica"), ("model", "group")
@@ -70,8 +61,8 @@ def _groups(rows: Sequence[GroupRow]) -> Iterator[Metric]:
     for spec in dict.fromkeys((UP, EPOCH, *(metric.spec for metric in GROUP_GAUGES))):
         yield _gauge(spec, _GROUP, gauges)
     totals: list[Labelled] = [((row.model, row.group), row.totals) for row in rows]
-    for metric in GROUP_TOTALS:
-        yield _counter(metric.spec, _GROUP, totals)
+    for spec in dict.fromkeys(metric.spec for metric in GROUP_TOTALS):
+        yield _counter(spec, _GROUP, totals)
 
 
 def _counter(spec: MetricSpec, labels: Sequence[str], rows: Iterable[Labelled]) -> Metric:

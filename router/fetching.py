@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from router.attempts import Attempt, Attempts, is_computed
-from router.dispatch import Decision, Fetch, FetchCounts
+from router.dispatch import PREFILL_OUTCOMES, SOURCES, Decision, Fetch, FetchCounts
 from router.link import GroupLink
 from router.pairing import Pair
 from router.placement import BlockChains, Placement
@@ -31,8 +31,8 @@ from workers.types import GenerateRequest, GroupId, KVSource, RequestId, Role, S
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 0.1  # for P's end to arrive, once D's answer has begun
-_COMPUTED, _REFUSED, _FAILED, _OVERTAKEN, _CANCELLED = (
-    "computed", "refused", "failed", "overtaken", "cancelled")  # fmt: skip
+_COMPUTED, _REFUSED, _FAILED, _OVERTAKEN, _CANCELLED = PREFILL_OUTCOMES
+_NONE, _PREFILL, _NEIGHBOUR = SOURCES
 
 
 class Fetcher:
@@ -262,8 +262,8 @@ class _PromptEnd:
 
 def _kind(source: GroupLink | None) -> str:
     if source is None:
-        return "none"
-    return "prefill" if source.info.role is Role.PREFILL else "neighbour"
+        return _NONE
+    return _PREFILL if source.info.role is Role.PREFILL else _NEIGHBOUR
 
 
 def _kv_source(link: GroupLink, transfer_id: str | None) -> KVSource:

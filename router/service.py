@@ -66,15 +66,19 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are taken, by at least one group, and every group known has given a real token
-        in its present epoch."""
+        """Whether new requests are taken, by at least one group that answers, and every group known has given
+        a real token in its present epoch."""
         groups = self._dispatcher.groups()
-        return bool(groups) and all(group.is_ready for group in groups) and not self.admission.is_draining
+        return (
+            any(group.can_answer for group in groups)
+            and all(group.is_ready for group in groups)
+            and not self.admission.is_draining
+        )
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a request could be answered: at least one group is ready."""
-        return any(group.is_ready for group in self._dispatcher.groups())
+        """Whether a request could be answered: at least one group that does is ready."""
+        return any(group.is_ready and group.can_answer for group in self._dispatcher.groups())
 
     def start_draining(self) -> None:
         """Refuse new requests from now on; running ones go on."""
@@ -99,9 +103,10 @@ class Service:
         )
 
     def _models(self) -> list[GroupInfo]:
-        """What groups say of their model. One that is listed but not connected (just started, or dying) has
-        said nothing yet."""
-        return [group.info for group in self._dispatcher.groups() if group.info is not None]
+        """What groups that answer say of their model. One that is listed but not connected (just started, or
+        dying) has said nothing yet."""
+        groups = self._dispatcher.groups()
+        return [group.info for group in groups if group.info is not None and group.can_answer]
 
     def load(self) -> dict[str, Any]:
         """Body of /load."""
@@ -112,6 +117,7 @@ class Service:
             "groups": [
                 {
                     "group": group.group_id,
+                    "role": group.role.value,
                     "ready": group.is_ready,
                     "running": group.stats.num_running,
                     "waiting": group.stats.num_waiting,
@@ -121,6 +127,7 @@ class Service:
                 }
                 for group in groups
             ],
+            "pairs": [pair._asdict() for pair in self._dispatcher.pairs()],
         }
 
     def explain(self, answer_id: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -14,7 +15,14 @@ from rich.table import Table
 from cluster.cli.options import DashboardOption, JsonOption
 from cluster.cli.services import services_of
 from cluster.cli.terminal import Terminal
-from cluster.group_table import ApplicationStatus, GroupRow, ReportedLoad, application_statuses, parse_loads
+from cluster.group_table import (
+    ApplicationStatus,
+    GroupRow,
+    PairRow,
+    application_statuses,
+    parse_loads,
+    parse_pairs,
+)
 from cluster.serve_api import ingress_url
 
 _COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
@@ -45,9 +53,10 @@ def status(
         while True:
             details = api.details()
             names = sorted(details.get("applications", {}))
-            statuses = application_statuses(
-                details, services.entries(address, names), _loads(details), now=time.time()
-            )
+            entries = services.entries(address, names)
+            loads = parse_loads(_ask_router(details, "/metrics"))
+            pairs = parse_pairs(_json(_ask_router(details, "/load")))
+            statuses = application_statuses(details, entries, loads, pairs, now=time.time())
             if as_json:
                 terminal.emit(dashboard=api.url, applications=[asdict(status) for status in statuses])
             else:
@@ -59,20 +68,22 @@ def status(
             raise typer.Exit(1)
 
 
-def _loads(details: dict[str, Any]) -> dict[str, ReportedLoad]:
-    """Load of the groups as a router tells it; nothing when no router answers or wants a key."""
+def _ask_router(details: dict[str, Any], path: str) -> str:
+    """What a router says; nothing when none answers or wants a key."""
     options = details.get("http_options") or {}
     url = ingress_url(options.get("host", "127.0.0.1"), options.get("port", 8000))
     try:
-        response = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False)
+        response = httpx.get(url + path, timeout=5.0, trust_env=False)
     except httpx.HTTPError:
-        return {}
-    if response.status_code != 200:
-        return {}
+        return ""
+    return response.text if response.status_code == 200 else ""
+
+
+def _json(text: str) -> object:
     try:
-        return parse_loads(response.text)
-    except ValueError:  # something else answers there
-        return {}
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> None:
@@ -89,6 +100,15 @@ def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> N
         for row in application.rows:
             table.add_row(*_cells(row))
         terminal.out.print(table)
+        for pair in application.pairs:
+            terminal.say(_pair_line(pair))
+
+
+def _pair_line(pair: PairRow) -> str:
+    """How well a group reads the KV blocks of another."""
+    rate = "" if pair.bytes_per_s is None else f", {pair.bytes_per_s / 1e6:.0f} MB/s"
+    failed = f", {pair.num_failed} brought nothing" if pair.num_failed else ""
+    return f"  {pair.reader} reads from {pair.source}: {pair.num_reads} times{rate}{failed}"
 
 
 def _cells(row: GroupRow) -> list[str]:

@@ -18,7 +18,7 @@ import httpx
 
 from router.app import create_app
 from router.build import build_service
-from router.dispatch import GroupState
+from router.dispatch import FetchCounts, GroupState, PairState
 from router.service import Service
 from router.settings import RouterSettings
 from router.tokenizer import TextTokenizer
@@ -72,6 +72,12 @@ class LocalDispatcher:
                 is_ready=self._loop.is_alive,
             ),
         )
+
+    def pairs(self) -> Sequence[PairState]:
+        return ()
+
+    def fetch_counts(self) -> FetchCounts:
+        return FetchCounts()
 
     def explain(self, _: RequestId) -> None:
         """Nothing to choose from."""

@@ -32,6 +32,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.details: dict[str, Any] = {"applications": {}}
         self.answers_dashboard = True
+        self.load: Any = {}
         self.puts: list[Any] = []  # bodies of deployments
         self.takes_puts = threading.Event()  # without it they wait, and their clients may leave
         self.takes_puts.set()
@@ -85,6 +86,8 @@ class FakeServer:
                         self._answer(server.details)
                     case "/v1/models":
                         self._answer({"data": [{"id": "Fake"}]})
+                    case "/load":
+                        self._answer(server.load)
                     case "/metrics":
                         self._answer(METRICS.encode())
                     case _:

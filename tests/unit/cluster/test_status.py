@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
-from cluster.group_table import ReportedLoad, application_statuses, parse_loads
+from cluster.group_table import ReportedLoad, application_statuses, parse_loads, parse_pairs
 from cluster.serve_api import ingress_url
 from tests.unit.cluster.conftest import World
 from tests.unit.cluster.fakes import METRICS
@@ -104,6 +105,37 @@ def test_the_table_and_the_exit_code(world: World) -> None:
     assert rows[2].rstrip().endswith("ranks start and read weights")
     world.server.details = details([replica("u1"), replica("u2")])
     assert world.run("status", "--dashboard", world.server.url).exit_code == 0
+
+
+def test_pools_and_who_reads_from_whom(world: World) -> None:
+    deployments = {
+        "prefill": {"target_num_replicas": 1, "replicas": [replica("p1")]},
+        "decode": {"target_num_replicas": 1, "replicas": [replica("d1")]},
+    }
+    world.server.details = {"applications": {"tandem": {"status": "RUNNING", "deployments": deployments}}}
+    world.server.details["http_options"] = {"host": "127.0.0.1", "port": world.server.port}
+    world.entries = [
+        replace(entry(name), group_id=GroupId(f"{role.value}-{name}"), pool=role.value, role=role)
+        for name, role in (("p1", Role.PREFILL), ("d1", Role.DECODE))
+    ]
+    read = {"source": "prefill-p1", "reader": "decode-d1", "num_reads": 7, "num_failed": 0}
+    gone = {"source": "prefill-p0", "reader": "decode-d1", "num_reads": 7, "num_failed": 0, "bytes_per_s": 1}
+    world.server.load = {"pairs": [{**read, "bytes_per_s": 2.5e8}, gone]}
+    done = world.run("status", "--dashboard", world.server.url)
+    lines = done.stdout.splitlines()
+    assert [line.split()[:3] for line in lines[2:4]] == [
+        ["prefill-p1", "prefill", "ready"],
+        ["decode-d1", "decode", "ready"],
+    ]
+    assert lines[4:] == ["  decode-d1 reads from prefill-p1: 7 times, 250 MB/s"]
+    world.server.load["pairs"][0] = {**read, "bytes_per_s": None, "num_failed": 2}
+    done = world.run("status", "--dashboard", world.server.url)
+    assert done.stdout.splitlines()[4] == ("  decode-d1 reads from prefill-p1: 7 times, 2 brought nothing")
+    done = world.run("status", "--dashboard", world.server.url, "--json")
+    (application,) = json.loads(done.stdout)["applications"]
+    assert application["pairs"] == [{**read, "num_failed": 2, "bytes_per_s": None}]
+    for odd in ([], {"pairs": [{"source": "a"}]}, {"pairs": [1]}, {"pairs": None}, {"pairs": 5}):
+        assert parse_pairs(odd) == []
 
 
 def test_json_has_the_same(world: World) -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.app import create_app
 from router.build import build_service
-from router.dispatch import Decision, GroupState
+from router.dispatch import Decision, FetchCounts, GroupState, PairState
 from router.service import Service
 from router.settings import RouterSettings
 from router.tokenizer import TextTokenizer
@@ -124,6 +124,8 @@ class FakeDispatcher:
     error: Exception | None = None  # raised before the first chunk
     requests: list[GenerateRequest] = field(default_factory=list)
     decisions: dict[RequestId, Decision] = field(default_factory=dict)
+    known_pairs: Sequence[PairState] = ()
+    fetches: FetchCounts = field(default_factory=FetchCounts)
     num_open: int = 0
     num_cancelled: int = 0
 
@@ -153,6 +155,14 @@ class FakeDispatcher:
     def groups(self) -> Sequence[GroupState]:
         """router.dispatch.Dispatcher."""
         return self.states
+
+    def pairs(self) -> Sequence[PairState]:
+        """router.dispatch.Dispatcher."""
+        return self.known_pairs
+
+    def fetch_counts(self) -> FetchCounts:
+        """router.dispatch.Dispatcher."""
+        return self.fetches
 
 
 @dataclass

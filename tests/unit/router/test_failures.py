@@ -6,12 +6,13 @@ import asyncio
 import json
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from router.dispatch import GroupState, Unavailable
+from router.dispatch import GroupState, PairState, Unavailable
 from router.metrics import CLIENT_ERRORS, DISCONNECTS, GENERATION_TOKENS, REQUESTS, SERVER_ERRORS
 from tests.unit.router.client import (
     CHAT,
@@ -24,8 +25,8 @@ from tests.unit.router.client import (
     until,
     wait_until,
 )
-from tests.unit.router.fakes import INFO, FakeDispatcher, chunks_of, says, stack
-from workers.types import FinishReason, GroupId, GroupStats, TokenChunk
+from tests.unit.router.fakes import INFO, READY, FakeDispatcher, chunks_of, says, stack
+from workers.types import FinishReason, GroupId, GroupStats, Role, TokenChunk
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -127,6 +128,30 @@ def test_ready_needs_every_group() -> None:
     assert call(app, "/ready").json() == {"ready": False}
     assert call(app, "/health").status_code == 200
     assert call(app, "/v1/models").json()["data"][0]["max_model_len"] == INFO.max_model_len
+
+
+def test_prefill_groups_alone_serve_nobody() -> None:
+    small = replace(INFO, group_id=GroupId("p"), role=Role.PREFILL, max_model_len=100)
+    prefill = replace(READY, group_id=small.group_id, info=small, role=Role.PREFILL)
+    alone = stack(FakeDispatcher(states=(prefill,))).app
+    assert (call(alone, "/ready").status_code, call(alone, "/health").status_code) == (503, 503)
+    assert error_of(call(alone, COMPLETIONS, {"prompt": "a"}))["code"] == "no_ready_group"
+    decode = replace(READY, role=Role.DECODE)
+    both = stack(FakeDispatcher(states=(prefill, decode))).app
+    assert (call(both, "/ready").status_code, call(both, "/health").status_code) == (200, 200)
+    assert call(both, "/v1/models").json()["data"][0]["max_model_len"] == INFO.max_model_len
+    starting = stack(FakeDispatcher(states=(prefill, replace(decode, is_ready=False)))).app
+    assert (call(starting, "/ready").status_code, call(starting, "/health").status_code) == (503, 503)
+
+
+def test_roles_and_pairs_are_in_the_load() -> None:
+    pair = PairState(GroupId("p"), GroupId("d"), 3, 1, 2.5e8)
+    dispatcher = FakeDispatcher(states=(replace(READY, role=Role.DECODE),), known_pairs=(pair,))
+    load = call(stack(dispatcher).app, "/load").json()
+    assert [group["role"] for group in load["groups"]] == ["decode"]
+    assert load["pairs"] == [
+        {"source": "p", "reader": "d", "num_reads": 3, "num_failed": 1, "bytes_per_s": 2.5e8}
+    ]
 
 
 def test_our_own_fault_says_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission import Admission
-from router.dispatch import GroupState
+from router.dispatch import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState
 from router.errors import ApiError
 from router.exposition import cumulative
 from router.metrics import HistogramCell, RouterMetrics
@@ -144,7 +145,12 @@ def test_a_group_that_has_left_is_forgotten_after_a_while() -> None:
     clock, dispatcher = Clock(), FakeDispatcher()
     admission = Admission(RouterSettings(model_name="toy"), clock=clock, random=lambda: 0.5)
     metrics = RouterMetrics(
-        model="toy", replica="router", admission=admission, groups=dispatcher.groups, clock=clock
+        model="toy",
+        replica="router",
+        admission=admission,
+        groups=dispatcher.groups,
+        fetches=dispatcher.fetch_counts,
+        clock=clock,
     )
     assert [group.group for group in metrics.snapshot().groups] == ["g0"]
     dispatcher.states = ()
@@ -161,6 +167,33 @@ def test_group_gauges() -> None:
     assert only(text, "engine_running", group="g0") == 2
     assert only(text, "engine_up", group="g0") == 1
     assert [only(text, "kv_blocks", group="g0", state=s) for s in ("free", "cached", "active")] == [3, 4, 5]
+
+
+def test_what_came_of_reading_blocks() -> None:
+    counts = FetchCounts(
+        sources=Counter(none=4, prefill=2), prefills=Counter(computed=2), redirects=Counter(none=1),
+        pulled_tokens=96, recomputed_tokens=16,
+    )  # fmt: skip
+    stats = GroupStats(
+        kv_fetches_total=5, kv_fetched_tokens_total=80, kv_fetches_lost_total=2, kv_fetches_stalled_total=1,
+        kv_transferring_blocks=3, kv_leases=4,
+    )  # fmt: skip
+    dispatcher = FakeDispatcher(states=(replace_stats(stats),), fetches=counts)
+    text = call(stack(dispatcher).app, "/metrics").text
+    sources = {s: only(text, "kv_source_decisions_total", source=s) for s in SOURCES}
+    assert sources == {"none": 4, "prefill": 2, "neighbour": 0}
+    assert [only(text, "kv_redirects_total", source=s) for s in SOURCES] == [1, 0, 0]
+    assert {o: only(text, "prefill_dispatches_total", outcome=o) for o in PREFILL_OUTCOMES} == {
+        "computed": 2, "refused": 0, "failed": 0, "overtaken": 0, "cancelled": 0,
+    }  # fmt: skip
+    assert only(text, "kv_pulled_tokens_total") == 96
+    assert only(text, "kv_recomputed_tokens_total") == 16
+    assert only(text, "kv_fetches_total", group="g0") == 5
+    assert only(text, "kv_fetched_tokens_total", group="g0") == 80
+    reasons = ("incomplete", "lost", "stalled", "void", "no_memory")
+    assert [only(text, "kv_fetch_failures_total", group="g0", reason=r) for r in reasons] == [0, 2, 1, 0, 0]
+    assert only(text, "kv_transferring_blocks", group="g0") == 3
+    assert only(text, "kv_leases", group="g0") == 4
 
 
 def replace_stats(stats: GroupStats) -> GroupState:
