@@ -11,9 +11,8 @@ import torch
 from tests.models import checkpoints
 from tests.models.loading import logits_of
 from tests.models.paging import PagedModel
-from workers.kernels import FusedStep, Kernels, StepModel, kernels_for
-from workers.kernels.compiler import default_cache, library
-from workers.kernels.library import Library
+from tests.unit.kernels.builds import PACKED, build
+from workers.kernels import FusedStep, Kernels, StepModel
 from workers.kernels.native import CpuKernels
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import load_decoder
@@ -34,11 +33,12 @@ def model_with(folder: Path, kernels: Kernels) -> PagedModel:
     return PagedModel(decoder, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("kernels", PACKED)
 @pytest.mark.parametrize("name", [entry.name for entry in checkpoints.FAMILIES])
-def test_fused_equals_single_operators(name: str, family_folder: Callable[[str], Path]) -> None:
+def test_fused_equals_single_operators(name: str, kernels: str, family_folder: Callable[[str], Path]) -> None:
     folder, text = family_folder(name), checkpoints.prompt_ids(50)
-    fused = model_with(folder, kernels_for(torch.device("cpu"), torch.bfloat16))
-    single = model_with(folder, OneByOne(Library(library(default_cache())), torch.bfloat16))
+    fused = model_with(folder, CpuKernels(build(kernels), torch.bfloat16))
+    single = model_with(folder, OneByOne(build(kernels), torch.bfloat16))
     for chunk in (1, 7, None):
         assert torch.equal(logits_of(fused, text, chunk=chunk), logits_of(single, text, chunk=chunk))
     prompts = checkpoints.graded_prompts()
