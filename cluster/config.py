@@ -1,4 +1,4 @@
-"""Reading the config tree: unknown keys and mistyped values are refused by dotted path, ranges checked.
+"""Reading the config tree: unknown keys and mistyped values are refused by dotted path, values checked.
 
 Every mistake is reported at once, as `cluster.problems.Problem`.
 """
@@ -7,63 +7,20 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from cluster.config_tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
+from cluster.leaves import children, leaf_problems, pattern_of
 from cluster.pools import pool_problems
 from cluster.problems import ConfigError, Problem, join, unknown_key
 from cluster.yaml_tree import read_yaml
 
 __all__ = ["EMBEDDED_MODEL", "PoolConfig", "TandemConfig", "apply_overrides", "check_config", "parse_config"]
 
-
-class _Range(NamedTuple):
-    """Legal values of a number. None: no limit on that side, or (as a value) always legal."""
-
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None  # exclusive lower limit
-
-    def allows(self, value: float) -> bool:
-        return not (
-            (self.least is not None and value < self.least)
-            or (self.most is not None and value > self.most)
-            or (self.above is not None and value <= self.above)
-        )
-
-    def __str__(self) -> str:
-        low = f"above {self.above:g}" if self.above is not None else f"at least {self.least:g}"
-        return f"{low}, at most {self.most:g}" if self.most is not None else low
-
-
-_POSITIVE = _Range(above=0)
-_RANGES: dict[str, _Range] = {
-    "model.max_model_len": _Range(least=1),
-    "pools.*.tensor_parallel": _Range(least=1, most=1024),
-    "pools.*.cpus_per_rank": _Range(least=0),
-    "pools.*.gpus_per_rank": _Range(least=0),
-    "pools.*.start_timeout_s": _POSITIVE,
-    "pools.*.drain_timeout_s": _Range(least=0),
-    "pools.*.cache.block_size": _Range(least=1, most=1024),
-    "pools.*.cache.num_blocks": _Range(least=1),
-    "pools.*.cache.memory_fraction": _Range(above=0, most=1),
-    "pools.*.cache.max_bytes": _POSITIVE,
-    "pools.*.schedule.max_step_tokens": _Range(least=1),
-    "pools.*.schedule.max_running": _Range(least=1),
-    "pools.*.schedule.max_prefill_chunk": _Range(least=1),
-    "pools.*.schedule.max_waiting": _Range(least=0),
-    "pools.*.parallel.step_timeout_s": _POSITIVE,
-    "pools.*.parallel.threads_per_rank": _Range(least=1),
-}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "model.dtype": ("auto", "bfloat16", "float32"),
-    "model.quantization": ("none", "int8", "int4"),
-}
 # Keys that look right but are written elsewhere, or that Tandem fills in.
 _ELSEWHERE = {
     "pools.*.parallel.tensor_parallel": "it is pools.{}.tensor_parallel",
@@ -86,7 +43,9 @@ def check_config(tree: object) -> tuple[TandemConfig | None, list[Problem]]:
     """The typed tree and no problems, or None and every problem."""
     if not isinstance(tree, Mapping):
         return None, [Problem(path="", message="the config is a mapping", got=type(tree).__name__)]
-    elsewhere = [_unknown(path, ()) for path in _paths(tree) if _pattern(path) in _ELSEWHERE]
+    if unusable := list(_not_finite(tree, ())):
+        return None, unusable
+    elsewhere = [_unknown(path, ()) for path in _paths(tree) if pattern_of(path) in _ELSEWHERE]
     try:
         # JSON mode: strict about scalars, and lists and mappings become tuples and dataclasses.
         config = TandemConfig.model_validate_json(json.dumps(_complete(tree), allow_nan=False))
@@ -94,9 +53,21 @@ def check_config(tree: object) -> tuple[TandemConfig | None, list[Problem]]:
         return None, [_problem(tree, entry["type"], entry["loc"], entry["msg"]) for entry in error.errors()]
     except (TypeError, ValueError) as error:
         return None, [Problem(path="", message=f"not plain data: {error}")]
-    problems = [*elsewhere, *_empty_pools(tree), *_range_problems(config), *_cross_problems(config)]
+    problems = [*elsewhere, *_empty_pools(tree), *leaf_problems(config), *_cross_problems(config)]
     problems += pool_problems(config)
     return (None, problems) if problems else (config, [])
+
+
+def _not_finite(value: object, path: tuple[str | int, ...]) -> Iterable[Problem]:
+    """Infinities and NaN anywhere: JSON has none, and no value of the tree means anything with one."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield Problem(path=join(*path), message="not a finite number", got=str(value))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _not_finite(item, (*path, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _not_finite(item, (*path, i))
 
 
 def _complete(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -155,34 +126,23 @@ def apply_overrides(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict
     return changed
 
 
-def _children(kind: Any) -> dict[str, Any] | None:
-    """Names and types of the fields of a node of the tree; None for a leaf value."""
-    if isinstance(kind, UnionType):  # a part that may be left out
-        kind = next((option for option in get_args(kind) if option is not NoneType), kind)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return {name: info.annotation for name, info in kind.model_fields.items()}
-    if isinstance(kind, type) and is_dataclass(kind):
-        return {field.name: field.type for field in fields(kind)}
-    return None
-
-
 def _first_unknown(keys: Sequence[str]) -> Problem | None:
     kind: Any = TandemConfig
     for depth, key in enumerate(keys):
-        children = _children(kind)
-        if children is None:
+        names = children(kind)
+        if names is None:
             return Problem(path=join(*keys), message=f"{join(*keys[:depth])} is a value, it has no parts")
-        if key not in children or _pattern(keys[: depth + 1]) in _ELSEWHERE:
-            return _unknown(keys[: depth + 1], children)
-        kind = children[key]
-    if _children(kind) is not None:
-        allowed = ", ".join(_children(kind) or ())
+        if key not in names or pattern_of(keys[: depth + 1]) in _ELSEWHERE:
+            return _unknown(keys[: depth + 1], names)
+        kind = names[key]
+    if children(kind) is not None:
+        allowed = ", ".join(children(kind) or ())
         return Problem(path=join(*keys), message="names a part, not a value", allowed=allowed)
     return None
 
 
 def _unknown(path: Sequence[str], allowed: Iterable[str]) -> Problem:
-    pattern = _pattern(path)
+    pattern = pattern_of(path)
     if pattern in _ELSEWHERE:
         return Problem(path=join(*path), message="unknown key", hint=_ELSEWHERE[pattern].format(path[1]))
     return unknown_key(join(*path), path[-1], allowed)
@@ -194,8 +154,8 @@ def _problem(tree: Mapping[str, Any], kind: str, loc: tuple[int | str, ...], mes
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         node: Any = TandemConfig
         for key in path[:-1]:
-            node = (_children(node) or {}).get(key)
-        return _unknown(path, _children(node) or ())
+            node = (children(node) or {}).get(key)
+        return _unknown(path, children(node) or ())
     value: Any = tree
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -212,35 +172,6 @@ def _problem(tree: Mapping[str, Any], kind: str, loc: tuple[int | str, ...], mes
     hint = "in YAML and --set, text that looks like a number or a word like true needs quotes" if (
         kind == "string_type" and isinstance(value, bool | int | float)) else ""  # fmt: skip
     return Problem(path=join(*path), message=message, got=repr(value), allowed=allowed, hint=hint)
-
-
-def _pattern(path: Sequence[str]) -> str:
-    """The path with the pool's name replaced by `*`."""
-    return ".".join("*" if i == 1 and path[0] == "pools" else part for i, part in enumerate(path))
-
-
-def _values(node: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
-    """Every leaf value of the tree with its path."""
-    children = _children(type(node))
-    if children is None:
-        yield path, node
-        return
-    for name in children:
-        yield from _values(getattr(node, name), (*path, name))
-
-
-def _range_problems(config: TandemConfig) -> Iterable[Problem]:
-    for path, value in _values(config):
-        pattern = _pattern(path)
-        limits = _RANGES.get(pattern)
-        if limits is not None and value is not None and not limits.allows(value):
-            yield Problem(path=join(*path), message="out of range", got=str(value), allowed=str(limits))
-        choices = _CHOICES.get(pattern)
-        if choices is not None and value not in choices:
-            allowed = ", ".join(choices)
-            yield Problem(
-                path=join(*path), message="not one of the choices", got=repr(value), allowed=allowed
-            )
 
 
 def _empty_pools(tree: Mapping[str, Any]) -> Iterable[Problem]:

@@ -27,9 +27,10 @@ def pool_problems(config: TandemConfig) -> Iterable[Problem]:
             message="a prefill pool without a decode pool: it only computes prompts, nobody would answer",
             hint="add pools.decode, or call the pool unified",
         )
-    first, *others = pools.items()
-    for name, pool in others:
-        yield from _misfits(*first, name, pool)
+    first = next(iter(pools.items()), None)  # none of a file with a pool that is null
+    for name, pool in pools.items():
+        if first is not None and name != first[0]:
+            yield from _misfits(*first, name, pool)
     if "prefill" in pools:
         for name, pool in pools.items():
             if not pool.cache.prefix_reuse:
@@ -55,7 +56,7 @@ def _misfits(name: str, pool: PoolConfig, other_name: str, other: PoolConfig) ->
 
 def deployment_problems(config: TandemConfig, deployments: Sequence[Any]) -> Iterable[Problem]:
     """Pools of which the file names no deployment. The only pool may do without: it has one group then."""
-    named = {entry.get("name") for entry in deployments if isinstance(entry, Mapping)}
+    named = [entry.get("name") for entry in deployments if isinstance(entry, Mapping)]
     pools = config.pools.by_name()
     for name in pools:
         if len(pools) > 1 and name not in named:

@@ -7,20 +7,21 @@ reports every mistake of the file at once with its line.
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import check_config
+from cluster.leaves import Range
 from cluster.pools import deployment_problems
 from cluster.problems import Problem, join, unknown_key
-from cluster.yaml_tree import Path, YamlTree, read_yaml
+from cluster.yaml_tree import MAX_BYTES, Path, YamlTree, read_yaml
 
 IMPORT_PATH = "cluster.app:build"
 ROUTER_DEPLOYMENT = "router"
@@ -30,6 +31,8 @@ _COMPUTED = {
     "placement_group_bundles": "computed from pools.<pool>.tensor_parallel",
     "request_router_config": "set with router.policy in args",
 }
+_RAY_RANGES = {"_replicas": Range(0, 1024), "_s": Range(0, 7 * 86_400), "_requests": Range(-1, 1_000_000)}
+_NOT_RAYS = {"args", "user_config", "runtime_env", "env_vars"}
 
 
 def check_file(file: str | FilePath, *, allow_open: bool = False) -> tuple[Any, list[Problem]]:
@@ -39,7 +42,8 @@ def check_file(file: str | FilePath, *, allow_open: bool = False) -> tuple[Any, 
     """
     name = str(file)
     try:
-        text = FilePath(file).read_bytes()
+        with FilePath(file).open("rb") as stream:
+            text = stream.read(MAX_BYTES + 1)  # one too many is refused
     except OSError as error:
         return None, [Problem(path="", message=f"cannot be read: {error.strerror}", file=name)]
     tree = read_yaml(text)
@@ -48,6 +52,8 @@ def check_file(file: str | FilePath, *, allow_open: bool = False) -> tuple[Any, 
         refused = {problem.path for problem in tree.problems}  # their values are missing from the tree
         found = check_tree(tree, allow_open=allow_open)
         problems += [problem for problem in found if problem.path not in refused]
+    elif not problems:
+        problems.append(Problem(path="", message="the file is empty"))
     return tree.value, [
         replace(problem, file=name) for problem in sorted(problems, key=lambda p: p.line or 0)
     ]
@@ -57,9 +63,11 @@ def check_tree(tree: YamlTree, *, allow_open: bool = False) -> list[Problem]:
     """Problems of a tree that was read: unknown keys, mistyped values, and what Tandem asks on top."""
     if not isinstance(tree.value, dict):
         return [Problem(path="", message="a deployment file is a mapping", got=type(tree.value).__name__)]
-    problems = list(_unknown_keys(tree.value, ServeDeploySchema, (), tree))
-    problems += _mistyped(ServeDeploySchema, tree.value, (), tree)
-    problems += _http_problems(tree, allow_open=allow_open)
+    problems = list(_misshapen(tree.value, ServeDeploySchema, (), tree))
+    for find in (_mistyped(ServeDeploySchema, tree.value, (), tree), _out_of_range(tree.value, (), tree)):
+        known = {problem.path for problem in problems}
+        problems += [problem for problem in find if problem.path not in known]
+    problems += _proxy_problems(tree, allow_open=allow_open)
     applications = tree.value.get("applications")
     if isinstance(applications, list):
         ours = [i for i, app in enumerate(applications) if _is_ours(app)]
@@ -82,8 +90,9 @@ def _is_ours(app: Any) -> bool:
     return isinstance(app, dict) and str(app.get("import_path")) == IMPORT_PATH
 
 
-def _unknown_keys(value: Any, model: type[BaseModel], path: Path, tree: YamlTree) -> Iterator[Problem]:
-    """Keys that no field of the model reads, at every level below too."""
+def _misshapen(value: Any, model: type[BaseModel], path: Path, tree: YamlTree) -> Iterator[Problem]:
+    """Keys that no field of the model reads, and list entries that are no mappings, at every level below
+    too."""
     if not isinstance(value, dict):
         return
     names = set(model.model_fields)
@@ -97,9 +106,11 @@ def _unknown_keys(value: Any, model: type[BaseModel], path: Path, tree: YamlTree
             continue
         if is_list and isinstance(item, list):
             for i, entry in enumerate(item):
-                yield from _unknown_keys(entry, inner, (*here, i), tree)
+                if not isinstance(entry, dict):
+                    yield _problem(tree, (*here, i), "an entry is a mapping", got=_shown(entry))
+                yield from _misshapen(entry, inner, (*here, i), tree)
         elif not is_list:
-            yield from _unknown_keys(item, inner, here, tree)
+            yield from _misshapen(item, inner, here, tree)
             if isinstance(item, dict) and _takes_any_mapping(model.model_fields[key].annotation):
                 yield from _mistyped(inner, item, here, tree)
 
@@ -127,13 +138,18 @@ def _takes_any_mapping(annotation: Any) -> bool:
 
 
 def _mistyped(model: type[BaseModel], value: Any, base: Path, tree: YamlTree) -> list[Problem]:
-    """What Ray's own validation says, in our form; one entry a place."""
+    """What Ray's own validation says, in our form; one entry a place. Strict: alone it would take "8000",
+    8000.0 or true for a number, and other readers of the file would not."""
     try:
-        model.model_validate(copy.deepcopy(value))  # some validators change their input
+        model.model_validate_json(json.dumps(value), strict=True)
+    except (AttributeError, LookupError, TypeError) as error:  # it looks into parts of any shape
+        if any(_misshapen(value, model, base, tree)):
+            return []  # said there
+        return [_problem(tree, base, f"Ray cannot read this part: {type(error).__name__}: {error}")]
     except ValidationError as error:
         found: dict[str, Problem] = {}
         for entry in error.errors():
-            if entry["type"] == "extra_forbidden":  # found by `_unknown_keys`, with a suggestion
+            if entry["type"] == "extra_forbidden":  # found by `_misshapen`, with a suggestion
                 continue
             problem = _from_pydantic(dict(entry), value, base, tree)
             found.setdefault(problem.path, problem)
@@ -152,7 +168,7 @@ def _from_pydantic(entry: dict[str, Any], value: Any, base: Path, tree: YamlTree
             break
         path = (*path, part)
     message = entry["msg"].removeprefix("Value error, ").rstrip(".")
-    got = "" if isinstance(value, dict | list) or entry["type"] == "missing" else repr(value)
+    got = "" if isinstance(value, dict | list) or entry["type"] == "missing" else _shown(value)
     return _problem(tree, path, message[:1].lower() + message[1:], got=got)
 
 
@@ -163,7 +179,38 @@ def _has(value: Any, part: str | int) -> bool:
     return isinstance(value, list) and isinstance(part, int) and part < len(value)
 
 
-def _http_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
+def _shown(value: Any) -> str:
+    """A value as the file has it, cut when long."""
+    return "null" if value is None else repr(value)[:100]
+
+
+def _out_of_range(value: Any, path: Path, tree: YamlTree) -> Iterator[Problem]:
+    """Numbers of Ray's part that only a mistake can be, by the ending of their name; Ray itself has no upper
+    limits and few lower ones."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key not in _NOT_RAYS:
+                yield from _out_of_range(item, (*path, key), tree)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _out_of_range(item, (*path, i), tree)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and path:
+        name = str(path[-1])
+        limits = next((limits for end, limits in _RAY_RANGES.items() if name.endswith(end)), None)
+        if limits is not None and not limits.allows(value):
+            yield _problem(tree, path, "out of range", got=str(value)[:100], allowed=str(limits))
+
+
+def _proxy_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
+    """What would leave the HTTP port closed, open to strangers, or not to be had."""
+    if tree.value.get("proxy_location") == "Disabled":
+        yield _problem(
+            tree,
+            ("proxy_location",),
+            "nothing would listen on the HTTP port",
+            got="'Disabled'",
+            allowed="HeadOnly, EveryNode",
+        )
     options = tree.value.get("http_options")
     options = options if isinstance(options, dict) else {}
     host, port = options.get("host", "0.0.0.0"), options.get("port", 8000)
@@ -176,20 +223,25 @@ def _http_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
             allowed="127.0.0.1",
             hint="pass --i-know-this-is-open if a firewall or an authenticating proxy stands before it",
         )
-    if isinstance(port, int) and not 1024 <= port <= 65535:
-        yield _problem(
-            tree, ("http_options", "port"), "port out of range", got=str(port), allowed="1024 to 65535"
-        )
-    if port == grpc_port(tree.value):
+    grpc = grpc_port(tree.value)
+    for path, given in ((("http_options", "port"), port), (("grpc_options", "port"), grpc)):
+        if _is_count(given) and not 1024 <= given <= 65535:
+            yield _problem(tree, path, "port out of range", got=str(given)[:100], allowed="1024 to 65535")
+    if _is_count(port) and port == grpc:
         hint = "http_options.port is the same"
         yield _problem(tree, ("grpc_options", "port"), "the port is given twice", got=str(port), hint=hint)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number; true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def grpc_port(tree: dict[str, Any]) -> int | None:
     """The port of gRPC when a deployment file has options for it."""
     options = tree.get("grpc_options")
     port = options.get("port", 9000) if isinstance(options, dict) else None
-    return port if isinstance(port, int) else None
+    return port if _is_count(port) else None
 
 
 def _pool_names(args: Any) -> Sequence[str]:

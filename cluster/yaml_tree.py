@@ -1,13 +1,14 @@
 """YAML files written by people, read strictly: a plain tree with the line of every key.
 
 Refused, with the line: files above 1 MB, tags (`!!python/object` and all others), duplicate keys, keys that
-are not text, alias bombs and loops, nesting above 64, more than one document, and plain words that YAML
-readers do not agree on (`on`, `no`, `010`, `1:30`, dates): the same file must mean the same to Ray, which
-reads YAML 1.1, and to the person who wrote it.
+are not text, alias bombs and loops, nesting above 64, more than one document, infinities and NaN, and plain
+words that YAML readers do not agree on (`on`, `no`, `010`, `1:30`, dates): the same file must mean the same
+to Ray, which reads YAML 1.1, and to the person who wrote it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,9 +57,7 @@ def read_yaml(text: str | bytes) -> YamlTree:
     """Tree of one YAML document. Never raises for what the text contains."""
     tree = YamlTree()
     if len(text) > MAX_BYTES:
-        tree.problems.append(
-            Problem(path="", message="file too large", got=f"{len(text)} bytes", allowed=f"{MAX_BYTES} bytes")
-        )
+        tree.problems.append(Problem(path="", message="file too large", allowed=f"at most {MAX_BYTES} bytes"))
         return tree
     try:
         if not _is_shallow(text, tree):
@@ -174,7 +173,11 @@ class _Builder:
             self._problem(path, node, message, got=node.tag)
             return None
         try:
-            return self._constructor.construct_object(node)
+            value = self._constructor.construct_object(node)
         except (yaml.YAMLError, ValueError, OverflowError) as error:
-            self._problem(path, node, f"not readable: {error}", got=repr(node.value))
+            self._problem(path, node, f"not readable: {error}", got=repr(node.value)[:100])
             return None
+        if isinstance(value, float) and not math.isfinite(value):
+            self._problem(path, node, "not a finite number", got=node.value[:100])
+            return None
+        return value

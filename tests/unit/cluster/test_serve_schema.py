@@ -83,6 +83,46 @@ def test_ports_out_of_range_are_refused(tmp_path: Path, port: str) -> None:
     assert (problem.path, problem.got) == ("http_options.port", port)
 
 
+@pytest.mark.parametrize("port", ['"8000"', "8000.0", "true", "null", "010"])
+def test_a_port_is_a_whole_number_and_one_mistake(tmp_path: Path, port: str) -> None:
+    [problem] = check(tmp_path, GOOD.replace("8000", port))
+    assert (problem.line, problem.path) == (1, "http_options.port")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "path", "message", "got"),
+    [
+        ("name: router}", "name: router, num_replicas: 1000000000}", "deployments[0].num_replicas",
+         "out of range", "1000000000"),
+        ("name: router}", "name: router, num_replicas: true}", "deployments[0].num_replicas",
+         "input should be a valid integer", "True"),
+        ("name: router}", "name: router, autoscaling_config: {min_replicas: 1, max_replicas: 5000}}",
+         "deployments[0].autoscaling_config.max_replicas", "out of range", "5000"),
+        ("name: router}", "name: router, max_ongoing_requests: 10000000}",
+         "deployments[0].max_ongoing_requests", "out of range", "10000000"),
+        ("name: router}", "name: router, health_check_period_s: .inf}",
+         "deployments[0].health_check_period_s", "not a finite number", ".inf"),
+        ("args: {}", "args: {router: {http: {keep_alive_s: .nan}}}", "args.router.http.keep_alive_s",
+         "not a finite number", ".nan"),
+        ("{name: router}", "null", "deployments[0]", "an entry is a mapping", "null"),
+        ("{name: router}", "[1]", "deployments[0]", "an entry is a mapping", "[1]"),
+    ],
+)  # fmt: skip
+def test_values_that_ray_alone_would_take_or_fail_on(
+    tmp_path: Path, old: str, new: str, path: str, message: str, got: str
+) -> None:
+    [problem] = check(tmp_path, GOOD.replace(old, new))
+    assert (problem.path, problem.message, problem.got) == (f"applications[0].{path}", message, got)
+
+
+def test_a_proxy_location_without_a_proxy_is_refused(tmp_path: Path) -> None:
+    [problem] = check(tmp_path, "proxy_location: Disabled\n" + GOOD)
+    assert problem.render() == (
+        f"{tmp_path}/deploy.yaml:1:proxy_location: nothing would listen on the HTTP port; got 'Disabled'; "
+        "allowed: HeadOnly, EveryNode"
+    )
+
+
 def test_the_same_deployment_twice_is_refused(tmp_path: Path) -> None:
     [problem] = check(tmp_path, GOOD + "  - {name: router}\n")
     assert (problem.line, problem.hint) == (8, "first on line 7")
@@ -126,6 +166,8 @@ def test_an_alias_bomb_is_refused_quickly(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     assert check_file(tmp_path / "none.yaml")[1][0].message == "cannot be read: No such file or directory"
+    assert check_file(Path("/dev/zero"))[1][0].message == "file too large"
+    assert check(tmp_path, "null")[0].message == "the file is empty"
     assert check(tmp_path, "")[0].message == "the file is empty"
     assert check(tmp_path, "x" * (1 << 20) + "y")[0].message == "file too large"
     assert check(tmp_path, "- 1\n")[0].message == "a deployment file is a mapping"
