@@ -136,11 +136,11 @@ class Chaos:
             group.check_answers()  # what it said before it died was right
 
 
-def play(world: World, seed: int, num_actions: int = 60) -> Chaos:
+def play(world: World, seed: int, num_actions: int = 80) -> Chaos:
     """One schedule, drawn from its seed."""
     draw = random.Random(seed)
     options = Options(
-        num_blocks=draw.choice([8, 12, 20, 40]),
+        num_blocks=draw.choice([7, 8, 10, 12, 20, 40]),
         block_size=draw.choice([1, 2, 4]),
         max_step_tokens=draw.choice([3, 8, 64]),
         max_running=draw.choice([2, 16]),
@@ -149,6 +149,7 @@ def play(world: World, seed: int, num_actions: int = 60) -> Chaos:
     chaos = Chaos(world, options)
     longest = min(24, options.num_blocks * options.block_size - 8)
     is_violent = draw.random() < 0.5
+    is_slow = draw.random() < 0.5  # bytes move seldom, and more is aborted meanwhile
     for _ in range(num_actions):
         what = draw.random()
         pick, at = draw.randrange(1000), draw.randrange(3)
@@ -158,8 +159,8 @@ def play(world: World, seed: int, num_actions: int = 60) -> Chaos:
             chaos.step(at, draw.randint(1, 4))
         elif what < 0.65:
             chaos.deliver(pick, draw.randint(1, 4))
-        elif what < 0.80:
-            chaos.copy(pick, draw.randint(1, 6))
+        elif what < (0.68 if is_slow else 0.80):
+            chaos.copy(pick, draw.randint(1, 2 if is_slow else 6))
         elif what < 0.85:
             chaos.abort(pick, at)
         elif what < 0.88:
