@@ -14,7 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.policy import PlacementPolicy, PolicyConfig
 from router.settings import RouterSettings
-from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from workers.config import (
+    CacheConfig,
+    GroupConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TransferConfig,
+)
 
 EMBEDDED_MODEL = "embedded"  # model.path of the model that ships with the package
 
@@ -44,6 +51,7 @@ class PoolConfig(BaseModel):
     cache: CacheConfig = Field(default_factory=CacheConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     parallel: ParallelSettings = Field(default_factory=ParallelSettings)
+    transfer: TransferConfig = Field(default_factory=TransferConfig)
 
     def num_gpus_per_rank(self) -> float:
         """GPUs that Ray sets aside for a rank."""
@@ -66,7 +74,13 @@ class PoolConfig(BaseModel):
             threads_per_rank=self.parallel.threads_per_rank,
             device=self.parallel.device,
         )
-        return GroupConfig(model=model, cache=self.cache, schedule=self.schedule, parallel=parallel)
+        return GroupConfig(
+            model=model,
+            cache=self.cache,
+            schedule=self.schedule,
+            parallel=parallel,
+            transfer=self.transfer,
+        )
 
 
 class PoolsConfig(BaseModel):

@@ -53,6 +53,14 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """KV blocks that groups read from each other instead of computing them."""
+
+    enabled: bool = True  # read those of other groups, and let them read
+    transport: str = "auto"  # auto (the fastest between two ranks), memory, process_group, sockets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
     """One worker group."""
 
@@ -60,3 +68,4 @@ class GroupConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)

@@ -54,7 +54,7 @@ class RankActor:
             return LoadedGroup(info=info, address=await self._leader.listen())
         assert rendezvous is not None and self._host_module is not None, "place() first"
         host_module = await self._host_module
-        self._follower = host_module.FollowerHost(self._start.config, self._rank, rendezvous)
+        self._follower = host_module.FollowerHost(self._start, self._rank, rendezvous)
         await asyncio.to_thread(self._follower.load)
         # Rank 0 ends its load with a step of all ranks, so following begins at once.
         self._following = asyncio.create_task(asyncio.to_thread(self._follower.follow))

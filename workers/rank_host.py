@@ -1,6 +1,7 @@
-"""What a rank's process holds, without Ray: the rank itself, and on rank 0 the engine and its server.
+"""What a rank's process holds, without Ray: the rank itself, its part in the exchange of KV blocks with other
+groups, and on rank 0 the engine and its server.
 
-    leader = LeaderHost(start, host=...)    follower = FollowerHost(config, 1, leader.rendezvous)
+    leader = LeaderHost(start, host=...)    follower = FollowerHost(start, 1, leader.rendezvous)
     info = leader.load()                ||  follower.load()          # blocking, at the same time
     address = await leader.listen()
     reason = await leader.ended()       ||  follower.follow()
@@ -12,19 +13,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 
-from workers.config import GroupConfig
 from workers.engine.engine import Engine
+from workers.engine.exchange import Redirect
 from workers.engine.loop import EngineLoop, StepOutput
 from workers.group_start import GroupStart
+from workers.rank_exchange import ExchangeImpossible, FollowerExchange, LeaderExchange
 from workers.runtime.handshake import Rendezvous
 from workers.runtime.rank import Follower, Leader, RankFacts, exit_process
 from workers.server import StreamServer
-from workers.types import GroupInfo
+from workers.transfer.puller import Route
+from workers.types import GroupInfo, KVSource, RequestId
 
 _STOP_TIMEOUT_S = 5.0  # for the engine to end the step it is in
+
+_log = logging.getLogger(__name__)
 
 
 class LeaderHost:
@@ -44,6 +50,7 @@ class LeaderHost:
         self._ended: asyncio.Future[str] = self._asyncio_loop.create_future()
         self._leader = Leader(start.config, host=host, on_failure=self._on_failure)
         self._engine_loop: EngineLoop | None = None
+        self._exchange: LeaderExchange | None = None
         self._server: StreamServer | None = None
 
     @property
@@ -55,20 +62,33 @@ class LeaderHost:
         """Load the weights, make the pool, compute a first step. Raises what `Leader.load` raises."""
         facts = self._leader.load()
         config = self._start.config
+        self._exchange = exchange = self._new_exchange(facts)
         engine = Engine(
             limits=facts.limits,
             cache=config.cache,
             schedule=config.schedule,
             executor=self._leader.executor,
+            peers=exchange.peers if exchange is not None else None,
+            on_offer=exchange.desk.on_offer if exchange is not None else None,
+            first_generation=exchange.first_generation if exchange is not None else 0,
         )
+        if exchange is not None:
+            exchange.load(self._leader.pool, engine.generations, self._host)
         self._engine_loop = EngineLoop(engine, self._on_output)
         info = self._info(facts)
-        self._server = StreamServer(info=info, secret=self._start.secret)
+        self._server = StreamServer(
+            info=info,
+            secret=self._start.secret,
+            on_redirect=self._redirect if exchange is not None else None,
+            desk=exchange.desk if exchange is not None else None,
+        )
         return info
 
     async def listen(self) -> tuple[str, int]:
         """Take requests; returns where."""
         assert self._server is not None and self._engine_loop is not None, "load() first"
+        if self._exchange is not None:
+            self._exchange.start(self._engine_loop)
         self._engine_loop.start()
         return await self._server.start(self._engine_loop, self._host)
 
@@ -90,12 +110,31 @@ class LeaderHost:
         """Requests whose tokens somebody waits for."""
         return self._server.num_requests if self._server is not None else 0
 
+    def routes(self) -> list[Route]:
+        """How KV blocks of other groups come to rank 0 now."""
+        return self._exchange.routes() if self._exchange is not None else []
+
     async def stop(self, reason: str) -> None:
-        """End requests with the reason, then the engine, then the other ranks."""
+        """End requests with the reason, then the engine, then the exchange, then the other ranks."""
         await self._dismiss(reason)
+        if self._exchange is not None:
+            await self._exchange.disconnect()
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.stop, _STOP_TIMEOUT_S)
+        if self._exchange is not None:
+            await self._exchange.close()
         await asyncio.to_thread(self._leader.close)
+
+    def _new_exchange(self, facts: RankFacts) -> LeaderExchange | None:
+        try:
+            return LeaderExchange(self._start, facts, self._leader.prepared, self._leader.link)
+        except ExchangeImpossible as error:
+            _log.warning("group %s exchanges no KV blocks with others: %s", self._start.group_id, error)
+            return None
+
+    def _redirect(self, request_id: RequestId, source: KVSource | None) -> None:
+        assert self._engine_loop is not None
+        self._engine_loop.exchange(Redirect(request_id, source))
 
     def _info(self, facts: RankFacts) -> GroupInfo:
         model = self._start.config.model
@@ -112,6 +151,7 @@ class LeaderHost:
             block_size=facts.block_size,
             num_blocks=facts.num_blocks,
             kv_bytes_per_block=facts.kv_bytes_per_block,
+            exchanges_kv=self._exchange is not None,
         )
 
     def _on_output(self, output: StepOutput) -> None:
@@ -142,14 +182,16 @@ class LeaderHost:
 class FollowerHost:
     """A rank above 0."""
 
-    def __init__(self, config: GroupConfig, rank: int, rendezvous: Rendezvous) -> None:
-        self._follower = Follower(config, rank, rendezvous)
+    def __init__(self, start: GroupStart, rank: int, rendezvous: Rendezvous) -> None:
+        self._follower = Follower(start.config, rank, rendezvous)
+        self._exchange = FollowerExchange(start, rank)
 
     def load(self) -> None:
         """Meet rank 0 and load. Raises what `Follower.load` raises."""
-        self._follower.load()
+        self._follower.load(self._exchange.prepare)
 
     def follow(self) -> None:
         """Compute until rank 0 ends the group. Raises what `Follower.follow` raises."""
         self._follower.follow()
+        self._exchange.close()
         self._follower.close()

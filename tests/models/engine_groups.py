@@ -108,7 +108,7 @@ class Client:
         answers: dict[tuple[RequestId, int], Answer] = {}
         while self.engine.has_work():
             for chunk in self.engine.step():
-                _collect(answers.setdefault((chunk.request_id, chunk.choice), Answer()), chunk)
+                collect(answers.setdefault((chunk.request_id, chunk.choice), Answer()), chunk)
             self.engine.check_integrity()
         assert self.engine.stats().active_blocks == 0
         assert all(answer.finish is not None for answer in answers.values())
@@ -125,7 +125,8 @@ class Client:
         return [self.generate([prompt], sampling)[0] for prompt in prompts]
 
 
-def _collect(answer: Answer, chunk: TokenChunk) -> None:
+def collect(answer: Answer, chunk: TokenChunk) -> None:
+    """Adds what a chunk says."""
     assert answer.finish is None, "a chunk after the end"
     answer.token_ids += chunk.token_ids
     answer.logprobs += chunk.logprobs or ()

@@ -45,6 +45,7 @@ class FollowerLink:
         self._timeout_s = timeout_s
         self._on_leader_lost = on_leader_lost
         self._interrupt: Callable[[], None] | None = None
+        self._on_order: Callable[[bytes], None] | None = None
         self._begun = 0
         self._finished = 0
         self._closing = Event()
@@ -59,6 +60,11 @@ class FollowerLink:
     def interrupt_with(self, interrupt: Callable[[], None]) -> None:
         """`interrupt` ends collectives that this rank may be inside; it is called when rank 0 is gone."""
         self._interrupt = interrupt
+
+    def take_orders(self, on_order: Callable[[bytes], None]) -> None:
+        """on_order(body) is called by the thread that reads steps, between two of them. It has to be quick;
+        ProtocolError from it means that rank 0 cannot be understood."""
+        self._on_order = on_order
 
     def agree(self, own: Facts, *, timeout_s: float) -> Facts:
         """Sends this rank's facts; returns what the group goes on with. Raises LeaderLost."""
@@ -88,8 +94,17 @@ class FollowerLink:
                 self._finished += 1
             elif kind is FrameKind.STOP:
                 return
+            elif kind is FrameKind.ORDER and self._on_order is not None:
+                self._obey(self._on_order, body)
             elif kind is not FrameKind.HEARTBEAT:
                 raise LeaderLost(f"rank 0 sent an unexpected {kind.name} message")
+
+    def report(self, body: bytes) -> None:
+        """Tells rank 0 what came of an order; from any thread. Nothing happens when rank 0 is gone itself."""
+        try:
+            self._frames.send(FrameKind.REPORT, body)
+        except (PeerClosed, PeerSilent):
+            return
 
     def report_fault(self, reason: str) -> None:
         """Tells rank 0 why this rank cannot go on; nothing happens when rank 0 is gone itself."""
@@ -103,6 +118,12 @@ class FollowerLink:
         self._closing.set()
         self._heartbeat.join(self._timeout_s)
         self._frames.close()
+
+    def _obey(self, on_order: Callable[[bytes], None], body: bytes) -> None:
+        try:
+            on_order(body)
+        except ProtocolError as error:
+            raise LeaderLost(f"rank 0 sent an order that cannot be understood: {error}") from error
 
     def _send(self, kind: FrameKind, body: bytes) -> None:
         try:

@@ -1,8 +1,8 @@
 """Frames on the control connections of a group: 4-byte little-endian body length, 1 byte kind, body.
 
-Bodies are int32 arrays (steps), short JSON (facts at start), fixed structs (handshake) or UTF-8 text
-(faults). Nothing is ever unpickled. Not covered: encryption; the addresses are loopback or the cluster's own
-network.
+Bodies are int32 arrays (steps), short JSON (facts at start), fixed structs (handshake), UTF-8 text (faults)
+or what the users of a link agree on (orders, reports). Nothing is ever unpickled. Not covered: encryption;
+the addresses are loopback or the cluster's own network.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class FrameKind(IntEnum):
     HEARTBEAT = 6  # both: still here; from a follower with the steps it has begun and finished
     FAULT = 7  # both: why the sender cannot go on
     STOP = 8  # rank 0: an orderly end
+    ORDER = 9  # rank 0: something to do beside the steps
+    REPORT = 10  # follower: what came of an order
 
 
 class PeerClosed(Exception):

@@ -1,7 +1,8 @@
 """Rank 0's control connections to its followers, and the watchdog over them.
 
 Life of a group: `accept` (followers connect and prove themselves; the watchdog runs once all are there) ->
-`agree` (facts compared or reduced, as often as needed) -> `send_step` for every step -> `close`.
+`agree` (facts compared or reduced, as often as needed) -> `send_step` for every step, `send_order` for what
+there is to do beside them -> `close`.
 
 The watchdog is a thread of its own, because the engine's thread may sit inside a collective that cannot be
 interrupted. It ends the group, once, when
@@ -70,6 +71,7 @@ class LeaderLink:
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._interrupt: Callable[[], None] | None = None
+        self._on_report: Callable[[int, bytes], None] | None = None
         self._followers: dict[int, _Follower] = {}
         self._steps_sent = 0
         self._step_sent_at_s = 0.0
@@ -88,6 +90,11 @@ class LeaderLink:
     def interrupt_with(self, interrupt: Callable[[], None]) -> None:
         """`interrupt` ends collectives that this rank may be inside; called once the group has failed."""
         self._interrupt = interrupt
+
+    def hear_reports(self, on_report: Callable[[int, bytes], None]) -> None:
+        """on_report(rank, body) is called in the watchdog's thread. It has to be quick; ProtocolError from it
+        ends the group."""
+        self._on_report = on_report
 
     def accept(self, timeout_s: float) -> None:
         """Waits until all followers are there. Raises GroupFailed naming those that are not."""
@@ -146,6 +153,11 @@ class LeaderLink:
         self._step_sent_at_s = time.monotonic()
         self._steps_sent += 1
         self._send_all(FrameKind.STEP, body)
+
+    def send_order(self, body: bytes) -> None:
+        """Hands an order to all followers, which take it between two steps. Raises as `send_step`."""
+        self.check()
+        self._send_all(FrameKind.ORDER, body)
 
     def check(self) -> None:
         """Raises GroupFailed once the group has failed."""
@@ -267,6 +279,8 @@ class LeaderLink:
             follower.begun, follower.finished = PROGRESS.unpack(frame.body)
         elif frame.kind is FrameKind.FACTS:
             follower.facts.put(frame.body)
+        elif frame.kind is FrameKind.REPORT and self._on_report is not None:
+            self._on_report(follower.rank, frame.body)
         elif frame.kind is FrameKind.FAULT:
             return f"{follower.name} failed: {frame.body[:2000].decode('utf-8', 'replace')}"
         else:

@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
-from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from workers.config import (
+    CacheConfig,
+    GroupConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TransferConfig,
+)
 from workers.runtime.handshake import Rendezvous
 
-_Leaf = TypeVar("_Leaf", ModelConfig, CacheConfig, ScheduleConfig, ParallelConfig, Rendezvous)
+_Leaf = TypeVar("_Leaf", ModelConfig, CacheConfig, ScheduleConfig, ParallelConfig, TransferConfig, Rendezvous)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,7 @@ class RankOrder:
                 cache=_leaf(CacheConfig, config.get("cache")),
                 schedule=_leaf(ScheduleConfig, config.get("schedule")),
                 parallel=_leaf(ParallelConfig, config.get("parallel")),
+                transfer=_leaf(TransferConfig, config.get("transfer")),
             ),
             rank=rank,
             rendezvous=_leaf(Rendezvous, values.get("rendezvous")),

@@ -2,7 +2,7 @@
 
     leader = Leader(config)                      # opens rank 0's ports; a group of one rank opens none
     follower = Follower(config, 1, leader.rendezvous)   # in another process; likewise the ranks after it
-    facts = leader.load()      ||  follower.load()
+    facts = leader.load()      ||  follower.load()   # follower.load(prepare): see there
     Engine(executor=leader.executor, ...)  ||  follower.follow()   # blocks until the group ends
     leader.close()             ->  follow() returns; follower.close()
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -38,7 +38,7 @@ from workers.runtime.agreement import (
 )
 from workers.runtime.executor import GroupExecutor, LocalExecutor
 from workers.runtime.follower_link import FollowerLink
-from workers.runtime.handshake import Rendezvous, new_token, open_port
+from workers.runtime.handshake import Facts, Rendezvous, new_token, open_port
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.process_group import ProcessGroup, connect_store, open_store
 from workers.runtime.rank_model import RankFacts, RankModel
@@ -51,7 +51,10 @@ JOIN_TIMEOUT_S = 120.0  # for all processes of a group to be there
 LOAD_TIMEOUT_S = 1800.0  # for all ranks to have read their weights
 _LAST_WORDS_S = 1.0
 
-__all__ = ["EXIT_CODE", "Follower", "Leader", "RankFacts", "Rendezvous", "exit_process"]
+# From facts, KV pool and link to rank 0 of a rank above 0.
+Prepare = Callable[[RankFacts, torch.Tensor, FollowerLink], Facts]
+
+__all__ = ["EXIT_CODE", "Follower", "Leader", "Prepare", "RankFacts", "Rendezvous", "exit_process"]
 
 
 def exit_process(reason: str) -> None:
@@ -80,9 +83,11 @@ class Leader:
         self._config = config
         self._host = host
         self._executor: Executor | None = None
+        self._runner: ModelRunner | None = None
         self._rendezvous: Rendezvous | None = None
         self._link: LeaderLink | None = None
         self._group: ProcessGroup | None = None
+        self._prepared: dict[int, Facts] = {}
         if config.parallel.tensor_parallel > 1:
             self._store = open_store(host)
             listener = open_port(host)
@@ -110,6 +115,22 @@ class Leader:
     def failure(self) -> str | None:
         """Why the group ended by itself; None while it lives."""
         return self._link.failure if self._link is not None else None
+
+    @property
+    def prepared(self) -> Mapping[int, Facts]:
+        """What the ranks above 0 have said of what they prepared; see `Follower.load`."""
+        return self._prepared
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """This rank's KV pool; valid as `executor`."""
+        assert self._runner is not None, "load() first"
+        return self._runner.pool
+
+    @property
+    def link(self) -> LeaderLink | None:
+        """To the other ranks, for orders beside the steps; None for a group of one."""
+        return self._link
 
     @property
     def executor(self) -> Executor:
@@ -142,7 +163,8 @@ class Leader:
         decoder = model.load(TensorParallel(), ranks_on_machine=1)
         num_blocks = model.measure_blocks(ranks_on_machine=1)
         facts = model.facts(num_blocks)
-        self._executor = LocalExecutor(model.runner(decoder, num_blocks))
+        self._runner = model.runner(decoder, num_blocks)
+        self._executor = LocalExecutor(self._runner)
         return facts
 
     def _load_group(self, link: LeaderLink) -> RankFacts:
@@ -164,9 +186,14 @@ class Leader:
         measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
         num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
         facts = model.facts(num_blocks)
-        runner = model.runner(decoder, num_blocks)
-        self._executor = GroupExecutor(runner, link, on_close=self.close)
+        self._runner = model.runner(decoder, num_blocks)
+        link.agree({}, self._hear_prepared, timeout_s=LOAD_TIMEOUT_S)
+        self._executor = GroupExecutor(self._runner, link, on_close=self.close)
         return facts
+
+    def _hear_prepared(self, by_rank: dict[int, Facts]) -> Facts:
+        self._prepared = {rank: facts for rank, facts in by_rank.items() if rank != 0}
+        return {}
 
 
 class Follower:
@@ -189,10 +216,11 @@ class Follower:
         self._group: ProcessGroup | None = None
         self._link: FollowerLink | None = None
 
-    def load(self) -> None:
+    def load(self, prepare: Prepare | None = None) -> None:
         """As `Leader.load`; raises LeaderLost where that raises GroupFailed.
 
-        Waits for rank 0 to be in its own `load`. An error of this rank is told to rank 0 before it is raised.
+        prepare: makes what this rank has beside the model; rank 0 is told what it returns. Waits for rank 0
+        to be in its own `load`. An error of this rank is told to rank 0 before it is raised.
         """
         self._link = FollowerLink(
             self._rendezvous,
@@ -202,7 +230,7 @@ class Follower:
             on_leader_lost=self._on_failure,
         )
         try:
-            self._load(self._link)
+            self._load(self._link, prepare or _nothing)
         except Exception as error:
             self._link.report_fault(f"{type(error).__name__}: {error}")
             self.close()
@@ -229,7 +257,7 @@ class Follower:
         if self._group is not None:
             self._group.close()
 
-    def _load(self, link: FollowerLink) -> None:
+    def _load(self, link: FollowerLink, prepare: Prepare) -> None:
         model = RankModel(self._config, self._rank)
         agreed = link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S)
         store = connect_store(self._rendezvous.host, self._rendezvous.store_port)
@@ -248,6 +276,12 @@ class Follower:
         measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
         num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
         self._runner = model.runner(decoder, num_blocks)
+        prepared = prepare(model.facts(num_blocks), self._runner.pool, link)
+        link.agree(prepared, timeout_s=LOAD_TIMEOUT_S)
+
+
+def _nothing(_facts: RankFacts, _pool: torch.Tensor, _link: FollowerLink) -> Facts:
+    return {}
 
 
 def _place(config: GroupConfig, rank: int) -> shared_memory.Place:

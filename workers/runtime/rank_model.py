@@ -12,7 +12,7 @@ from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
 from workers.model.spec import check_tensor_parallel
-from workers.runtime.agreement import identity_facts
+from workers.runtime.agreement import code_digest, identity_facts
 from workers.runtime.device import choose_device, choose_dtype, choose_quantization, set_threads
 from workers.runtime.errors import RankConfigError
 from workers.runtime.handshake import Facts
@@ -25,6 +25,7 @@ class RankFacts:
     """What was found and measured at start; equal on all ranks of a group."""
 
     model_hash: str
+    code: str  # digest of the engine's source
     limits: EngineLimits
     dtype: str
     device: str  # cpu or cuda
@@ -32,6 +33,9 @@ class RankFacts:
     block_size: int
     num_blocks: int
     kv_bytes_per_block: int  # over all ranks
+    num_kv_heads: int  # of the model, not of a rank
+    num_layers: int
+    head_dim: int
 
 
 class RankModel:
@@ -93,8 +97,10 @@ class RankModel:
         return ModelRunner(decoder, pool, self.device)
 
     def facts(self, num_blocks: int) -> RankFacts:
+        spec = self._checkpoint.spec
         return RankFacts(
             model_hash=self._model_hash(),
+            code=code_digest(),
             limits=EngineLimits(
                 vocab_size=self._checkpoint.vocab_size,
                 max_model_len=self._max_model_len,
@@ -107,6 +113,9 @@ class RankModel:
             block_size=self._config.cache.block_size,
             num_blocks=num_blocks,
             kv_bytes_per_block=sum(self._block_bytes(rank) for rank in range(self._size)),
+            num_kv_heads=spec.num_kv_heads,
+            num_layers=spec.num_layers,
+            head_dim=spec.head_dim,
         )
 
     def _checked_max_model_len(self) -> int:

@@ -68,7 +68,7 @@ def problems_of(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
         ("tensor_parallel: 1", "tensor_paralel: 2",
          f"12:{ARGS}.pools.unified.tensor_paralel: unknown key; got 'tensor_paralel'; allowed: cache, "
          "cpus_per_rank, drain_timeout_s, gpus_per_rank, parallel, placement, schedule, start_timeout_s, "
-         "tensor_parallel, wait_for_resources; did you mean tensor_parallel?"),
+         "tensor_parallel, transfer, wait_for_resources; did you mean tensor_parallel?"),
         ("tensor_parallel: 1", "tensor_parallel: 0",
          f"12:{ARGS}.pools.unified.tensor_parallel: out of range; got 0; allowed: at least 1, at most 1024"),
         ("tensor_parallel: 1", "tensor_parallel: '2'",
