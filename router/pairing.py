@@ -28,6 +28,7 @@ from router.policy import (
     PlacementPolicy,
     PolicyConfig,
     RequestView,
+    TokenSplit,
     Usual,
     cost_terms,
     order_key,
@@ -38,6 +39,7 @@ from router.policy import (
 )
 from workers.types import GroupId
 
+_OF_COMPUTING = ("prefill", "delay", "interference")  # terms that grow with the tokens computed
 _MAX_PREFILL_GROUPS = 4  # the cheapest ones are weighed with every group
 
 Pair = tuple[GroupId, GroupId]  # who gives, who reads
@@ -82,19 +84,21 @@ def rank_with_sources(
     for load in loads:
         matched = matches.get(load.group_id, 0) if use_cache else 0
         split = split_prompt(request.num_prompt_tokens, load.block_size, matched)
-        terms = cost_terms(request, load, split.uncached, split.uncached, usual, config)
-        choices = [Choice(load.group_id, sum(terms.values()), terms)]
+        terms = cost_terms(request, load, split.uncached, usual, config)
+        alone = Choice(load.group_id, sum(terms.values()), terms)
+        choices = [alone]
         whole = whole_block_tokens(request.num_prompt_tokens, load.block_size)
         for prefill in prefills:
-            if is_readable(prefill.load, load, sources) and whole > split.cached:
-                choices.append(_pair(request, load, split.cached, whole, prefill, sources, usual, config))
+            if whole > split.cached and is_readable(prefill.load, load, sources):
+                choices.append(_pair(alone, load, split, whole, prefill, sources, config))
         if use_cache and (found := _neighbour(load, split.cached, heard, sources)) is not None:
             given = min(sources.cached[found.group_id] * load.block_size, whole)
             if given > split.cached:
-                alone = _Prefill(found, {}, 0.0, 0.0)
-                choices.append(_pair(request, load, split.cached, given, alone, sources, usual, config))
+                neighbour = _Prefill(found, {}, 0.0, 0.0)
+                choices.append(_pair(alone, load, split, given, neighbour, sources, config))
+        _, own, spread = order_key(request, load, 0.0)
         for position, choice in enumerate(choices):  # of equal ones, first without, then as given
-            ranked.append((*order_key(request, load, choice.cost_ms), position, choice))
+            ranked.append((round(choice.cost_ms, 1), own, spread, position, choice))
     ranked.sort(key=lambda entry: entry[:4])
     return [entry[4] for entry in ranked]
 
@@ -128,7 +132,7 @@ def _prefill_groups(
     for load in loads:
         matched = matches.get(load.group_id, 0)
         uncached = split_prompt(request.num_prompt_tokens, load.block_size, matched).uncached
-        terms = cost_terms(prompt, load, uncached, uncached, own_usual, config)
+        terms = cost_terms(prompt, load, uncached, own_usual, config)
         del terms["decode"]  # none of ours
         own = {f"source_{name}": value for name, value in terms.items()}
         prefill = _Prefill(load, own, sum(terms.values()), terms["queue"] + terms["prefill"])
@@ -149,26 +153,26 @@ def _neighbour(
 
 
 def _pair(
-    request: RequestView,
+    alone: Choice,
     load: GroupLoad,
-    own_tokens: int,
+    split: TokenSplit,
     given_tokens: int,
     prefill: _Prefill,
     sources: Sources,
-    usual: Usual,
     config: PolicyConfig,
 ) -> Choice:
     """The group reads what it lacks of the first `given_tokens` of the prompt, and computes the rest."""
     source = prefill.load
-    fetched = given_tokens - own_tokens
+    fetched = given_tokens - split.cached
     num_bytes = fetched // load.block_size * load.block_bytes
     rate = sources.bytes_per_s.get((source.group_id, load.group_id), config.default_transfer_bytes_per_s)
     transfer_ms = config.transfer_ms + 1000.0 * num_bytes / rate
-    rest, lacking = request.num_prompt_tokens - given_tokens, request.num_prompt_tokens - own_tokens
-    terms = cost_terms(request, load, rest, lacking, usual, config)
+    computed_share = 1.0 - fetched / split.uncached
+    terms = {**alone.terms, "transfer": transfer_ms, **prefill.terms}
     terms["queue"] = max(terms["queue"] - prefill.until_done_ms - transfer_ms, 0.0)
-    terms["transfer"] = transfer_ms
-    terms |= prefill.terms
+    for name in _OF_COMPUTING:
+        if name in terms:
+            terms[name] *= computed_share
     return Choice(load.group_id, sum(terms.values()), terms, source.group_id, fetched)
 
 

@@ -118,7 +118,7 @@ def rank(
     for load in loads:
         matched = matches.get(load.group_id, 0) if use_cache else 0
         uncached = split_prompt(request.num_prompt_tokens, load.block_size, matched).uncached
-        terms = cost_terms(request, load, uncached, uncached, common, config)
+        terms = cost_terms(request, load, uncached, common, config)
         choice = Choice(load.group_id, sum(terms.values()), terms)
         ranked.append((*order_key(request, load, choice.cost_ms), choice))
     ranked.sort(key=lambda entry: entry[:3])
@@ -174,22 +174,21 @@ def _expected_output(request: RequestView, config: PolicyConfig) -> int:
 
 
 def cost_terms(
-    request: RequestView, load: GroupLoad, computed: int, lacking: int, usual: Usual, config: PolicyConfig
+    request: RequestView, load: GroupLoad, uncached: int, usual: Usual, config: PolicyConfig
 ) -> dict[str, float]:
-    """Cost of a request on a group, ms. `computed`: prompt tokens it computes there; `lacking`: those that
-    are not cached there, some of which it may read from elsewhere."""
+    """Cost of a request on a group, ms. `uncached`: prompt tokens that it computes there."""
     ms_per_token = 1000.0 / (load.prefill_tokens_per_s or usual.prefill_tokens_per_s)
     step_ms = 1000.0 * (load.step_s or usual.step_s)
     ahead_tokens = config.balance_tokens * (load.recent_requests - usual.recent_requests)
     sharing = load.num_running + load.num_waiting + load.charged_requests
     steps = _expected_output(request, config) / request.num_choices
-    prefill_ms = computed * ms_per_token
+    prefill_ms = uncached * ms_per_token
     terms = {
         "queue": (load.waiting_tokens + load.charged_tokens) * ms_per_token,
         "prefill": prefill_ms,
         "delay": (config.delay_weight + config.delay_per_sequence * sharing) * prefill_ms,
         "decode": steps * step_ms * config.row_share * sharing,
-        "memory": _memory_wait_steps(request, load, lacking, config) * step_ms,
+        "memory": _memory_wait_steps(request, load, uncached, config) * step_ms,
         "silent": silent_cost_ms(load, config),
         "balance": min(ahead_tokens, config.max_balance_tokens) * 1000.0 / usual.prefill_tokens_per_s,
     }
@@ -203,9 +202,9 @@ def silent_cost_ms(load: GroupLoad, config: PolicyConfig) -> float:
     return config.silent_cost_ms if load.silent_s > config.silent_after_s else 0.0
 
 
-def _memory_wait_steps(request: RequestView, load: GroupLoad, lacking: int, config: PolicyConfig) -> float:
+def _memory_wait_steps(request: RequestView, load: GroupLoad, uncached: int, config: PolicyConfig) -> float:
     """Steps until enough blocks come free: running requests give theirs back evenly over a mean answer."""
-    needed = (lacking + _expected_output(request, config)) // load.block_size + 1
+    needed = (uncached + _expected_output(request, config)) // load.block_size + 1
     missing = needed + load.charged_tokens // load.block_size - load.available_blocks
     if missing <= 0 or not load.active_blocks:
         return 0.0
