@@ -11,12 +11,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final, NamedTuple, cast
 
 from workers.transfer.layout import Piece
 from workers.transfer.link import PeerLink
@@ -31,7 +30,13 @@ _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 
-Runs = NDArray[np.uint64]  # (n, 2): address, bytes; laid out as an array of struct iovec
+
+class _Run(NamedTuple):
+    """Bytes to copy from one address to another."""
+
+    here: int
+    there: int
+    num_bytes: int
 
 
 class Proof:
@@ -74,41 +79,41 @@ class CrossMemoryReader:
         self._link = link
         self._pool = pool
         self._facts = facts
-        self._block_bytes = link.facts.layout.block_bytes(link.facts.rank)
-        self._proof = np.zeros(PROOF_BYTES, dtype=np.uint8)
-        self._table = np.zeros(link.facts.num_blocks if facts.generations_address else 0, dtype=np.int64)
-        self._local = np.zeros((_MAX_RUNS, 2), dtype=np.uint64)
-        self._remote = np.zeros((_MAX_RUNS, 2), dtype=np.uint64)
+        self._own_bytes = pool.block_bytes
+        self._peer_bytes = link.facts.layout.block_bytes(link.facts.rank)
+        self._proof = (ctypes.c_char * PROOF_BYTES)()
+        self._table = array("q", bytes(8 * link.facts.num_blocks if facts.generations_address else 0))
+        self._runs_here, self._runs_there = (array("Q", bytes(16 * _MAX_RUNS)) for _ in range(2))
         self._read_memory = _bind()
         try:
-            self._copy(0)
+            self._copy([])
         except TransferFailed as error:
             raise _unsupported(link, str(error)) from error
 
     def read(self, blocks: Sequence[BlockRead], pieces: Sequence[Piece]) -> None:
         """Every call reads bytes, then the generations, then the proof: the system goes in this order."""
-        sources, owns, wanted = self._columns(blocks)
-        self._check_places(owns, pieces)
-        for piece in pieces:
-            remote = self._facts.pool_address + sources * self._block_bytes + piece.peer_offset
-            local = self._pool.address + owns * self._pool.block_bytes + piece.own_offset
-            for run in range(0, piece.num_bytes, _CALL_BYTES):
-                num_bytes = min(_CALL_BYTES, piece.num_bytes - run)
+        self._check_places(blocks, pieces)
+        for peer_rank, peer_offset, own_offset, piece_bytes in pieces:
+            assert peer_rank == self._link.facts.rank
+            for start in range(0, piece_bytes, _CALL_BYTES):
+                num_bytes = min(_CALL_BYTES, piece_bytes - start)
+                there = self._facts.pool_address + peer_offset + start
+                here = self._pool.address + own_offset + start
                 step = max(1, min(_MAX_RUNS - 2, _CALL_BYTES // num_bytes))
-                for start in range(0, len(blocks), step):
-                    part = slice(start, start + step)
-                    count = len(sources[part])
-                    self._local[:count, 0] = local[part] + run
-                    self._remote[:count, 0] = remote[part] + run
-                    self._local[:count, 1] = self._remote[:count, 1] = num_bytes
-                    self._copy_checked(count, sources[part], wanted[part])
+                for first in range(0, len(blocks), step):
+                    part = blocks[first : first + step]
+                    runs = [
+                        _Run(here + own * self._own_bytes, there + source * self._peer_bytes, num_bytes)
+                        for source, _, own in part
+                    ]
+                    self._copy_checked(runs, part)
 
     def check(self, blocks: Sequence[BlockRead]) -> None:
         """Reads the table from the first to the last of these blocks."""
         if not self._facts.generations_address:
             raise TransferFailed(Reason.REFUSED, f"{self._link.endpoint} keeps no generations: ask rank 0")
-        sources, _, wanted = self._columns(blocks)
-        self._copy_checked(0, sources, wanted)
+        self._check_places(blocks, ())
+        self._copy_checked([], blocks)
 
     def cancel(self) -> None:
         self._link.cancel()
@@ -116,67 +121,68 @@ class CrossMemoryReader:
     def close(self) -> None:
         self._link.close()
 
-    def _columns(
-        self, blocks: Sequence[BlockRead]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Sources, own blocks, generations. Sources become addresses: none is outside the owner's pool."""
-        table = np.array(blocks, dtype=np.int64)  # (blocks, 3)
-        sources, num_blocks = table[:, 0], self._link.facts.num_blocks
-        if sources.min() < 0 or sources.max() >= num_blocks:
-            raise TransferFailed(
-                Reason.REFUSED,
-                f"blocks {sources.min()} to {sources.max()} of {self._link.endpoint}, which has {num_blocks}",
-            )
-        return sources, table[:, 2], table[:, 1]
-
-    def _check_places(self, owns: NDArray[np.int64], pieces: Sequence[Piece]) -> None:
-        """Nor outside the own pool."""
+    def _check_places(self, blocks: Sequence[BlockRead], pieces: Sequence[Piece]) -> None:
+        """Numbers become addresses: none may be outside either pool."""
+        num_blocks = self._link.facts.num_blocks
+        for source, _, own in blocks:
+            if not 0 <= source < num_blocks:
+                raise TransferFailed(
+                    Reason.REFUSED, f"block {source} of {self._link.endpoint}, which has {num_blocks}"
+                )
+            if not 0 <= own < self._pool.num_blocks:
+                raise ValueError(f"own block {own} of a pool of {self._pool.num_blocks}")
         for piece in pieces:
-            for block in (int(owns.min()), int(owns.max())):
-                if not self._pool.has(block, piece.own_offset, piece.num_bytes):
-                    raise ValueError(f"own block {block}, {piece} is outside the pool")
-            if piece.peer_offset + piece.num_bytes > self._block_bytes:
-                raise ValueError(f"{piece} is outside a block of {self._block_bytes} bytes")
+            if (
+                min(piece.peer_offset, piece.own_offset, piece.num_bytes) < 0
+                or piece.peer_offset + piece.num_bytes > self._peer_bytes
+                or piece.own_offset + piece.num_bytes > self._own_bytes
+            ):
+                raise ValueError(
+                    f"{piece} is outside blocks of {self._peer_bytes} and {self._own_bytes} bytes"
+                )
 
-    def _copy_checked(self, count: int, sources: NDArray[np.int64], wanted: NDArray[np.int64]) -> None:
-        """The first runs, and the generations of these blocks where the owner keeps them."""
+    def _copy_checked(self, runs: list[_Run], blocks: Sequence[BlockRead]) -> None:
+        """The runs, and the generations of these blocks where the owner keeps them."""
         address = self._facts.generations_address
         if not address:
-            self._copy(count)
+            self._copy(runs)
             return
-        first, last = int(sources.min()), int(sources.max())
-        self._local[count] = self._table.ctypes.data + 8 * first, 8 * (last + 1 - first)
-        self._remote[count] = address + 8 * first, 8 * (last + 1 - first)
-        self._copy(count + 1)
-        if not np.array_equal(self._table[sources], wanted):
-            raise TransferFailed(
-                Reason.STALE, f"a block of {self._link.endpoint} belongs to somebody else by now"
-            )
+        first = min(blocks).source
+        num_bytes = 8 * (max(blocks).source + 1 - first)
+        table = self._table.buffer_info()[0]
+        runs.append(_Run(table + 8 * first, address + 8 * first, num_bytes))
+        self._copy(runs)
+        for source, generation, _ in blocks:
+            if self._table[source] != generation:
+                raise TransferFailed(
+                    Reason.STALE, f"block {source} of {self._link.endpoint} belongs to somebody else by now"
+                )
 
-    def _copy(self, count: int) -> None:
-        """The first runs and the proof behind them, by one call, or by several where the system stops."""
-        self._proof[:] = 0
-        self._local[count] = self._proof.ctypes.data, PROOF_BYTES
-        self._remote[count] = self._facts.proof_address, PROOF_BYTES
-        local, remote = self._local[: count + 1], self._remote[: count + 1]
-        left = int(remote[:, 1].sum())
-        while True:
+    def _copy(self, runs: list[_Run]) -> None:
+        """The runs and the proof behind them, by one call, or by several where the system stops."""
+        ctypes.memset(self._proof, 0, PROOF_BYTES)
+        proof = _Run(ctypes.addressof(self._proof), self._facts.proof_address, PROOF_BYTES)
+        left = [*runs, proof]
+        while left:
             self._link.raise_if_cancelled()
-            got = self._read_memory(
-                self._facts.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
-            )
-            if got <= 0:
-                raise self._failed(ctypes.get_errno() if got < 0 else errno.EFAULT)
-            left -= got
-            if left == 0:
-                break
-            local, remote = _behind(local, got), _behind(remote, got)
-        if self._proof.tobytes() != self._facts.proof:
+            left = _behind(left, self._call(left))
+        if self._proof.raw != self._facts.proof:
             raise TransferFailed(
                 Reason.UNREACHABLE,
                 f"process {self._facts.pid} is not the owner {self._link.endpoint}: it ended, or its number "
                 "means another process here",
             )
+
+    def _call(self, runs: list[_Run]) -> int:
+        """Bytes that were copied, at least one."""
+        form = f"={2 * len(runs)}Q"
+        struct.pack_into(form, self._runs_here, 0, *(x for run in runs for x in (run.here, run.num_bytes)))
+        struct.pack_into(form, self._runs_there, 0, *(x for run in runs for x in (run.there, run.num_bytes)))
+        here, there = self._runs_here.buffer_info()[0], self._runs_there.buffer_info()[0]
+        got = self._read_memory(self._facts.pid, here, len(runs), there, len(runs), 0)
+        if got <= 0:
+            raise self._failed(ctypes.get_errno() if got < 0 else errno.EFAULT)
+        return got
 
     def _failed(self, code: int) -> TransferFailed:
         facts = self._facts
@@ -200,14 +206,14 @@ class CrossMemoryReader:
         )
 
 
-def _behind(runs: Runs, num_bytes: int) -> Runs:
+def _behind(runs: list[_Run], num_bytes: int) -> list[_Run]:
     """What is left of the runs after their first bytes."""
-    ends = np.cumsum(runs[:, 1])
-    done = int(np.searchsorted(ends, num_bytes, side="right"))
-    left = runs[done:].copy()
-    begun = num_bytes - (int(ends[done - 1]) if done else 0)
-    left[0] += np.array([begun, -begun], dtype=np.int64).astype(np.uint64)
-    return left
+    for index, run in enumerate(runs):
+        if num_bytes < run.num_bytes:
+            begun = _Run(run.here + num_bytes, run.there + num_bytes, run.num_bytes - num_bytes)
+            return [begun, *runs[index + 1 :]]
+        num_bytes -= run.num_bytes
+    return []
 
 
 def _bind() -> Callable[[int, int, int, int, int, int], int]:
