@@ -116,6 +116,7 @@ class Bench:
         self._pieces = reads(LAYOUT, 0, LAYOUT)
         settings = make_settings(secret)
         self._agent = make_agent(self._pool, settings)
+        self._readers: list[Reader] = []
         self.subjects: dict[str, Callable[[Sequence[BlockRead]], None]] = {
             "memcpy": self._memcpy,
             "loopback": self._loopback,
@@ -123,6 +124,7 @@ class Bench:
         for name in TRANSPORTS:
             link = PeerLink(self._source.endpoints[0], secret, timeout_s=TIMEOUT_S)
             reader = choose(link, self._bytes, settings.machine, (name,), timeout_s=TIMEOUT_S).reader
+            self._readers.append(reader)
             self.subjects[name] = partial(self._read, reader)
         self.subjects["order"] = self._order
 
@@ -138,6 +140,8 @@ class Bench:
         return statistics.median(found)
 
     def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
         self._agent.close()
         self._raw.close()
 
@@ -206,6 +210,8 @@ def main() -> None:
         finally:
             assert owner.stdin is not None
             owner.stdin.close()
+    if owner.returncode:
+        raise SystemExit(f"the other process ended with {owner.returncode}")
     if not options.json:
         table = Table(title=f"KV blocks of {BLOCK_BYTES:,} bytes between two processes")
         for heading in ("blocks", "subject", "gb_per_s", "of_memcpy", "of_loopback"):

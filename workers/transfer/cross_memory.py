@@ -25,6 +25,7 @@ from workers.transfer.transport import BlockRead, Reason, TransferFailed
 
 MEMORY: Final = "memory"
 _MAX_RUNS: Final = 1024  # of one call, by the system (IOV_MAX)
+_CALL_BLOCKS: Final = (_MAX_RUNS - 1) // 2  # a run for the bytes, one for the generation; one for the proof
 _CALL_BYTES: Final = 64 << 20  # of one call, so that a cancelled read ends soon
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER: Final = 0x59616D61
@@ -82,7 +83,7 @@ class CrossMemoryReader:
         self._own_bytes = pool.block_bytes
         self._peer_bytes = link.facts.layout.block_bytes(link.facts.rank)
         self._proof = (ctypes.c_char * PROOF_BYTES)()
-        self._table = array("q", bytes(8 * link.facts.num_blocks if facts.generations_address else 0))
+        self._generations = array("q", bytes(8 * _MAX_RUNS))  # of the blocks of one call
         self._runs_here, self._runs_there = (array("Q", bytes(16 * _MAX_RUNS)) for _ in range(2))
         self._read_memory = _bind()
         try:
@@ -99,7 +100,7 @@ class CrossMemoryReader:
                 num_bytes = min(_CALL_BYTES, piece_bytes - start)
                 there = self._facts.pool_address + peer_offset + start
                 here = self._pool.address + own_offset + start
-                step = max(1, min(_MAX_RUNS - 2, _CALL_BYTES // num_bytes))
+                step = max(1, min(_CALL_BLOCKS, _CALL_BYTES // num_bytes))
                 for first in range(0, len(blocks), step):
                     part = blocks[first : first + step]
                     runs = [
@@ -109,11 +110,12 @@ class CrossMemoryReader:
                     self._copy_checked(runs, part)
 
     def check(self, blocks: Sequence[BlockRead]) -> None:
-        """Reads the table from the first to the last of these blocks."""
+        """Reads the entries of these blocks in the owner's table."""
         if not self._facts.generations_address:
             raise TransferFailed(Reason.REFUSED, f"{self._link.endpoint} keeps no generations: ask rank 0")
         self._check_places(blocks, ())
-        self._copy_checked([], blocks)
+        for first in range(0, len(blocks), _CALL_BLOCKS):
+            self._copy_checked([], blocks[first : first + _CALL_BLOCKS])
 
     def cancel(self) -> None:
         self._link.cancel()
@@ -147,15 +149,15 @@ class CrossMemoryReader:
         if not address:
             self._copy(runs)
             return
-        first = min(blocks).source
-        num_bytes = 8 * (max(blocks).source + 1 - first)
-        table = self._table.buffer_info()[0]
-        runs.append(_Run(table + 8 * first, address + 8 * first, num_bytes))
+        own = self._generations.buffer_info()[0]
+        for index, block in enumerate(blocks):
+            runs.append(_Run(own + 8 * index, address + 8 * block.source, 8))
         self._copy(runs)
-        for source, generation, _ in blocks:
-            if self._table[source] != generation:
+        for block, generation in zip(blocks, self._generations, strict=False):
+            if block.generation != generation:
                 raise TransferFailed(
-                    Reason.STALE, f"block {source} of {self._link.endpoint} belongs to somebody else by now"
+                    Reason.STALE,
+                    f"block {block.source} of {self._link.endpoint} belongs to somebody else by now",
                 )
 
     def _copy(self, runs: list[_Run]) -> None:

@@ -116,6 +116,8 @@ class BlockServer:
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise RuntimeError(f"the KV server thread did not end within {_STOP_TIMEOUT_S:g} s")
+        for pair in self._pairs:
+            pair.close()
 
     def _serve(self) -> None:
         try:
@@ -129,8 +131,6 @@ class BlockServer:
         finally:
             for peer in list(self._peers):
                 self._drop(peer)
-            for pair in self._pairs:
-                pair.close()
             self._listener.close()
             self._selector.close()
             self._wake_reader.close()

@@ -17,7 +17,7 @@ from workers.transfer.pool_bytes import PoolBytes, checksum
 from workers.transfer.transport import BlockRead, Reason, TransferFailed
 
 SOCKETS: Final = "sockets"
-_REQUEST_BYTES: Final = 8 << 20  # asked for at once; two requests are under way
+_REQUEST_BYTES: Final = 32 << 20  # asked for at once; two requests are under way
 _AHEAD: Final = 2
 
 
