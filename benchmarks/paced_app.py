@@ -39,6 +39,7 @@ from workers.types import (
 PERIOD_S = 0.02
 POOL = "unified"
 _VOCAB_SIZE = 49152
+_MODEL_HASH = "00"
 _TEXT_IDS = range(1000, 9000)  # ordinary words in the embedded model's vocabulary
 
 
@@ -126,7 +127,7 @@ def _info(group_id: GroupId) -> GroupInfo:
         epoch=1,
         role=Role.UNIFIED,
         model="paced",
-        model_hash="00",
+        model_hash=_MODEL_HASH,
         dtype="bfloat16",
         tensor_parallel=1,
         vocab_size=_VOCAB_SIZE,
@@ -147,7 +148,11 @@ def build(_: dict[str, Any]) -> Application:
         request_router_config={"request_router_class": "router.request_router:RankedRequestRouter"},
     )(PacedGroup).bind()
     start = RouterStart(
-        http=RouterSettings(model_name="paced"), policy=PolicyConfig(), tokenizer_folder=str(folder)
+        http=RouterSettings(model_name="paced"),
+        policy=PolicyConfig(),
+        tokenizer_folder=str(folder),
+        model_hash=_MODEL_HASH,
+        update_timeout_s=60.0,
     )
     router = serve.deployment(name="router", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
     return router(Router).bind(start, group)

@@ -36,36 +36,38 @@ _HEALTH_PERIOD_S = 1.0  # three failed checks in a row and Serve replaces the gr
 _HEALTH_TIMEOUT_S = 10.0
 _MAX_STARTS = 3  # of a group that does not come up; then the deployment has failed
 _STOP_MARGIN_S = 20.0  # for ending ranks in order after the drain
+_UPDATE_MARGIN_S = 30.0  # for Serve to make a loaded group public, and for its first token
 
 
 def build(args: dict[str, Any]) -> Application:
     """The Serve application of a config tree. Raises ConfigError with every mistake."""
     config = parse_config(args)
     model = _located(config.model)
-    problems = [
-        *open_model(config, Path(model.path))[1],
-        *_resource_problems(config),
-        *_security_problems(config),
-    ]
-    if problems:
+    checkpoint, misfits = open_model(config, Path(model.path))
+    problems = [*misfits, *_resource_problems(config), *_security_problems(config)]
+    if problems or checkpoint is None:
         raise ConfigError(problems)
-    return assemble(config, model)
+    return assemble(config, model, checkpoint.model_hash(model.quantization))
 
 
-def assemble(config: TandemConfig, model: ModelConfig) -> Application:
+def assemble(config: TandemConfig, model: ModelConfig, model_hash: str) -> Application:
     """A deployment of each pool, and the router with a handle of every one; `model` is where it is here."""
     pools = config.pools.by_name()
+    longest_drain_s = max(pool.drain_timeout_s for pool in pools.values())
     start = RouterStart(
         http=replace(config.router.http, model_name=model.name),
         policy=config.router.placement_policy(),
         tokenizer_folder=model.path,
+        model_hash=model_hash,
+        update_timeout_s=max(pool.start_timeout_s for pool in pools.values()) + _UPDATE_MARGIN_S,
     )
     deployment = serve.deployment(
         name="router",
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
-        graceful_shutdown_timeout_s=max(pool.drain_timeout_s for pool in pools.values()) + _STOP_MARGIN_S,
+        max_constructor_retry_count=_MAX_STARTS,
+        graceful_shutdown_timeout_s=longest_drain_s + _STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
     groups = {name: _pool(name, pool, model, config) for name, pool in pools.items()}

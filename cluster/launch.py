@@ -32,7 +32,6 @@ from cluster.haproxy import write_wrapper
 from cluster.marked import MARK, end_marked
 from cluster.serve_api import ServeApi, ServeApiError, ServeApiTimeout, read_token, token_path
 
-_DASHBOARD_TIMEOUT_S = 60.0  # for a Ray that has just been started
 _TAIL_LINES = 15  # of a log, in an error
 _HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
 
@@ -83,6 +82,7 @@ def start_local_cluster(
     num_cpus: int | None = None,
     dashboard_port: int = 8265,
     report: Report = lambda news: None,
+    timeout_s: float = 60.0,
 ) -> LocalCluster:
     """Start Ray on this machine, on the loopback address, with token authentication.
 
@@ -126,15 +126,13 @@ def start_local_cluster(
         mark=mark,
         guardian=guardian,
     )
-    deadline = time.monotonic() + _DASHBOARD_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     try:
         while not api.is_reachable():
             if head.poll() is not None:
                 raise LaunchError(f"Ray ended at once (code {head.returncode}):\n{_tail(log)}")
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"Ray's dashboard did not answer in {_DASHBOARD_TIMEOUT_S:g} s:\n{_tail(log)}"
-                )
+                raise LaunchError(f"Ray's dashboard did not answer in {timeout_s:.0f} s:\n{_tail(log)}")
             time.sleep(0.2)
     except BaseException:  # Ctrl-C too must leave nothing behind
         stop_all(cluster, grace_s=0)
@@ -169,17 +167,19 @@ def wait_ready(
     *,
     application: str,
     url: str,
+    headers: Mapping[str, str] | None = None,
     report: Report = lambda news: None,
     timeout_s: float = 900.0,
     is_alive: Callable[[], bool] = lambda: True,
 ) -> None:
     """Return when `url` + `/ready` answers 200: a real token has come from every group.
 
-    Raises LaunchError with Serve's message as soon as the deployment has failed.
+    `headers`: with an API key, where the service wants one. Raises LaunchError with Serve's message as soon
+    as the deployment has failed, or when the key is refused.
     """
     deadline = time.monotonic() + timeout_s
     last = ""
-    with httpx.Client(timeout=5.0, trust_env=False) as client:
+    with httpx.Client(timeout=5.0, trust_env=False, headers=headers) as client:
         while True:
             if not is_alive():
                 raise LaunchError("the Ray cluster ended while the application started")
@@ -191,11 +191,17 @@ def wait_ready(
                 report(message)
             if status == "RUNNING":
                 with contextlib.suppress(httpx.HTTPError):
-                    if client.get(f"{url}/ready").status_code == 200:
+                    code = client.get(f"{url}/ready").status_code
+                    if code == 200:
                         report(f"serving at {url}")
                         return
+                    if code == 401:
+                        raise LaunchError(
+                            f"{url} serves, but refuses the API key that stands first in "
+                            "router.http.api_keys_file on this machine (or wants one and the file names none)"
+                        )
             if time.monotonic() > deadline:
-                raise LaunchError(f"not ready after {timeout_s:.0f} s; Serve says: {status} {message}")
+                raise LaunchError(f"not ready in time (--timeout-s); Serve says: {status} {message}")
             time.sleep(0.25)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 
@@ -25,6 +25,8 @@ class RunningCluster:
     application: str
     file: str  # the deployment file it was started with
     process_start: int  # clock ticks from the machine's start to that of the process
+    api_keys_file: str = ""  # a key of it is needed; empty: none is
+    is_stopping: bool = False
 
 
 class RunningNote:
@@ -50,6 +52,13 @@ class RunningNote:
             return None
         is_alive = cluster.process_start == process_start(cluster.pid)
         return cluster if is_alive else None
+
+    def mark_stopping(self, pid: int) -> None:
+        """Say that the cluster is being stopped, if the note is of that process. Best effort."""
+        cluster = self.read()
+        if cluster is not None and cluster.pid == pid:
+            with contextlib.suppress(OSError):
+                self.write(replace(cluster, is_stopping=True))
 
     def remove(self, pid: int) -> None:
         """Remove the note if it is of that process; a newer one stays."""

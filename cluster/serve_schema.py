@@ -254,6 +254,10 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
     base: Path = ("applications", index)
     app = tree.value["applications"][index]
     args = app.get("args") or {}
+    prefix = app.get("route_prefix", "/")
+    if prefix is None or (isinstance(prefix, str) and not prefix.startswith("/")):
+        hint = "leave it out, or write / or /name"
+        yield _problem(tree, (*base, "route_prefix"), "not a path", got=repr(prefix), hint=hint)
     config, problems = check_config(args)
     for problem in problems:
         path = (*base, "args", *problem.path.split("."))

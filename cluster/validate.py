@@ -41,12 +41,13 @@ class Deployment:
     assigned: frozenset[str]  # paths that `--set` gives
     host: str
     port: int
+    route_prefix: str  # what paths of the API begin with: "/" or "/name"
     num_replicas: dict[str, int]  # by deployment name; the least when autoscaling
 
     @property
     def url(self) -> str:
         """Where the API answers, as seen from this machine."""
-        return ingress_url(self.host, self.port)
+        return ingress_url(self.host, self.port) + self.route_prefix.rstrip("/")
 
     def num_cpus(self) -> int:
         """CPUs that its groups set aside together."""
@@ -109,6 +110,7 @@ def load_deployment(
         assigned=_assigned(assignments),
         host=http.get("host", "0.0.0.0"),
         port=http.get("port", 8000),
+        route_prefix=app.get("route_prefix", "/"),
         num_replicas={
             entry["name"]: _least_replicas(entry) for entry in app.get("deployments") or () if "name" in entry
         },

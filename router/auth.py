@@ -61,10 +61,14 @@ class ApiKeys:
 def load_api_keys(path: str | None) -> ApiKeys:
     """Keys of a file, one a line; empty lines and lines that begin with # are skipped. None: no keys.
 
-    Raises ValueError for a file that others may read, that holds no key, or a key with spaces inside.
+    Raises ValueError for a file that others may read, that holds no key, or a key with spaces inside, OSError
+    for one that cannot be read.
     """
-    if path is None:
-        return ApiKeys()
+    return ApiKeys() if path is None else ApiKeys(frozenset(read_api_keys(path)))
+
+
+def read_api_keys(path: str) -> list[bytes]:
+    """The keys of a file in its order, at least one. Raises as `load_api_keys`."""
     file = Path(path)
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o007:
@@ -72,7 +76,7 @@ def load_api_keys(path: str | None) -> ApiKeys:
             f"API key file {path} has mode {mode:o}: other users may use it; run chmod 600 {path}"
         )
     lines = [line.strip() for line in file.read_bytes().splitlines()]
-    keys = frozenset(line for line in lines if line and not line.startswith(b"#"))
+    keys = [line for line in lines if line and not line.startswith(b"#")]
     if not keys:
         raise ValueError(
             f"API key file {path} holds no key; write one key a line, or leave api_keys_file unset"
@@ -80,4 +84,4 @@ def load_api_keys(path: str | None) -> ApiKeys:
     for number, line in enumerate(lines, 1):
         if line in keys and len(line.split()) != 1:
             raise ValueError(f"{path}:{number}: a key must be one word without spaces")
-    return ApiKeys(keys)
+    return keys

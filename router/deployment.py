@@ -33,6 +33,8 @@ class RouterStart:
     http: RouterSettings  # `replica` is filled in by the replica itself
     policy: PolicyConfig
     tokenizer_folder: str
+    model_hash: str  # of the groups it places requests on, see `workers.types.GroupInfo`
+    update_timeout_s: float  # longest wait for the first group of this model, while one of another serves
 
 
 class GroupSender:
@@ -55,7 +57,11 @@ class GroupSender:
 
 @serve.ingress()
 class Router:
-    """Serve replica class. Starting it waits for no group: `/ready` says when there is one."""
+    """Serve replica class. Starting it waits for no group: `/ready` says when there is one.
+
+    But an update to another model waits for the first group of it: until then Serve keeps the router of the
+    old model, whose groups still answer, and if none comes up the old pair stays.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, start: RouterStart, groups: Mapping[str, DeploymentHandle[Any]]
@@ -70,6 +76,7 @@ class Router:
             send=GroupSender(groups),
             policy=start.policy,
             client_id=f"router-{settings.replica}",
+            model_hash=start.model_hash,
         )
         self._service = build_service(
             self._dispatcher, tokenizer, settings, model_folder=start.tokenizer_folder
@@ -77,6 +84,13 @@ class Router:
         self._telemetry = Telemetry(self._service.metrics, DirectoryBoard(context.app_name))
         self._app = create_app(self._service, settings, telemetry=self._telemetry)
         await self._dispatcher.start()
+        try:
+            await self._dispatcher.settle(start.update_timeout_s)
+        except TimeoutError:
+            await self._dispatcher.stop()
+            raise RuntimeError(
+                f"no group of this model was ready within {start.update_timeout_s:g} s; the old model stays"
+            ) from None
         await self._telemetry.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -64,8 +64,10 @@ class SocketDispatcher:
         policy: PolicyConfig | None = None,
         limits: DispatchLimits | None = None,
         client_id: str | None = None,
+        model_hash: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """model_hash: of the groups to use (`GroupInfo`); None: all are of one model."""
         self.client_id = client_id or f"router-{uuid.uuid4().hex}"
         self.index = PrefixIndex(clock=clock)  # what is cached where: to read, not to change
         self._limits = limits or DispatchLimits()
@@ -98,11 +100,16 @@ class SocketDispatcher:
             sink=self,
             canary=self._prove,
             limits=self._limits.groups,
+            model_hash=model_hash,
         )
 
     async def start(self) -> None:
         """Begins to follow the groups."""
         await self._table.start()
+
+    async def settle(self, timeout_s: float) -> None:
+        """See `GroupTable.settle`. Raises TimeoutError."""
+        await self._table.settle(timeout_s)
 
     async def stop(self) -> None:
         """Ends all requests with an error and leaves the groups. May be called twice."""

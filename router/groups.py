@@ -6,8 +6,9 @@ Life of a group here, run by one task per group:
                  ^ backoff                ^ a canary request has brought a real token over this link
 
 A new epoch or address ends the old link first, so that nothing an old epoch still says is heard. A group
-that is no longer listed takes no new requests, finishes what it has, and is then let go. When the directory
-does not answer, the last list stays in force: nothing on the path of a request needs the directory.
+that is no longer listed takes no new requests, finishes what it has, and is then let go. A group of another
+model (an update to that model is under way, or from it) is left alone: its tokens mean something else. When
+the directory does not answer, the last list stays in force: nothing on the path of a request needs it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from router.dispatch import GroupState
 from router.link import GroupLink, LinkLimits, TokenSink, open_link
 from router.prefix_index import PrefixIndex
 from workers.channel import ClientIdentity, HandshakeFailed
-from workers.types import GroupAddress, GroupId, GroupStats
+from workers.types import GroupAddress, GroupId, GroupInfo, GroupStats
 
+_SETTLE_POLL_S = 0.05
 _log = logging.getLogger(__name__)
 
 GroupSource = Callable[[], Awaitable[Sequence[GroupAddress]]]  # the directory's list; may wait for news
@@ -47,12 +49,14 @@ class GroupLimits:
 
 
 class _Follower:
-    """Keeps one group connected and proven."""
+    """Keeps one group connected and proven, if it is of our model."""
 
     def __init__(self, table: GroupTable, address: GroupAddress) -> None:
         self.address = address
         self.link: GroupLink | None = None
         self.unlisted_s: float | None = None  # loop time since when the directory does not list it
+        self.is_foreign = False  # serves another model
+        self.has_tried = False  # to connect
         self._table = table
         self._moved = asyncio.Event()
         self._backoff_s = 0.0
@@ -84,8 +88,17 @@ class _Follower:
             try:
                 self.link = await self._table.open(self.address)
             except HandshakeFailed as error:
+                self.has_tried = True
                 _log.info("group %s: %s", self.address.group_id, error)
                 await self._pause()
+                continue
+            self.has_tried = True
+            self.is_foreign = not self._table.is_ours(self.link.info)
+            if self.is_foreign:
+                _log.info("group %s serves another model", self.address.group_id)
+                self.link.close("the router serves another model")
+                self.link = None
+                await self._moved.wait()
                 continue
             if self._moved.is_set():  # while it was being opened
                 self.link.close("the group has moved")
@@ -138,15 +151,19 @@ class GroupTable:
         sink: TokenSink,
         canary: Canary,
         limits: GroupLimits,
+        model_hash: str | None,
     ) -> None:
+        """model_hash: of the groups to follow; None: all are of one model."""
         self.limits = limits
         self.canary = canary
         self._source = source
         self._identity = identity
         self._index = index
         self._sink = sink
+        self._model_hash = model_hash
         self._followers: dict[GroupId, _Follower] = {}
         self._poller: asyncio.Task[None] | None = None
+        self._has_asked = asyncio.Event()  # the directory has answered, or could not
 
     async def start(self) -> None:
         """Begins to follow the directory."""
@@ -166,6 +183,22 @@ class GroupTable:
         return await open_link(
             address, self._identity, index=self._index, sink=self._sink, limits=self.limits.link
         )
+
+    def is_ours(self, info: GroupInfo) -> bool:
+        """Whether a group serves the model of this router."""
+        return self._model_hash is None or info.model_hash == self._model_hash
+
+    async def settle(self, timeout_s: float) -> None:
+        """Returns when a group of our model is ready, or none of another model takes requests: until then an
+        update to our model is under way, and the other model's router serves. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            await self._has_asked.wait()
+            while not self.ready_links() and any(  # noqa: ASYNC110 (seconds of waiting, once a start)
+                follower.is_foreign or not follower.has_tried
+                for follower in self._followers.values()
+                if follower.is_eligible
+            ):
+                await asyncio.sleep(_SETTLE_POLL_S)
 
     def ready_links(self) -> list[GroupLink]:
         """Links to groups that can take a new request now."""
@@ -187,8 +220,11 @@ class GroupTable:
         }
 
     def states(self) -> list[GroupState]:
-        """All groups, in order of their ids; one without a connection shows what the directory says."""
-        return [_state(follower) for _, follower in sorted(self._followers.items())]
+        """All groups of our model, in order of their ids; one without a connection shows what the directory
+        says."""
+        return [
+            _state(follower) for _, follower in sorted(self._followers.items()) if not follower.is_foreign
+        ]
 
     def update(self, addresses: Sequence[GroupAddress]) -> None:
         """Takes a new list of the directory."""
@@ -213,6 +249,7 @@ class GroupTable:
                 _log.warning("the directory of groups does not answer: %r", error)
             else:
                 self.update(addresses)
+            self._has_asked.set()
             await self._let_go()
             await asyncio.sleep(self.limits.poll_s)
 

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from cluster.cli.conversation import SETTINGS, Conversation, Leave
-from cluster.cli.options import JsonOption
+from cluster.cli.keys import key_headers
+from cluster.cli.options import JsonOption, KeysOption
 from cluster.cli.services import DEFAULT_URL, services_of
 from cluster.cli.sse import AnswerStats, ChatClient
 from cluster.cli.terminal import CommandFailed, Terminal
@@ -35,13 +36,17 @@ def chat(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help=f"Sampling setting: {', '.join(SETTINGS)}."),
     ] = None,
+    keys_file: KeysOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to the model. From a pipe, the input is one message; lines like /system TEXT are commands."""
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
         running = services_of(context).note.read()
-        client = ChatClient(url or (running.api_url if running is not None else DEFAULT_URL))
+        if keys_file is None and running is not None and url in (None, running.api_url):
+            keys_file = running.api_keys_file
+        url = url or (running.api_url if running is not None else DEFAULT_URL)
+        client = ChatClient(url, key_headers(keys_file))
         try:
             served = client.models()
             if model is not None and model not in served:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
 from cluster.cli.services import services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
@@ -44,6 +45,7 @@ def deploy(
     services = services_of(context)
     with terminal.exit_codes():
         deployment = load_deployment(file, assignments=assignments or (), allow_open=allow_open)
+        headers = key_headers(deployment.config.router.http.api_keys_file) if wait else {}
         is_accepted = False
         try:
             with Phases(terminal) as phases:
@@ -68,6 +70,7 @@ def deploy(
                             api,
                             application=deployment.application,
                             url=deployment.url,
+                            headers=headers,
                             report=phases.start,
                             timeout_s=timeout_s - phases.elapsed_s,
                             is_alive=lambda: True,

@@ -17,6 +17,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for program
 OpenOption = Annotated[
     bool, typer.Option("--i-know-this-is-open", help="Accept an HTTP host that other machines can reach.")
 ]
+KeysOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api-keys-file",
+        metavar="FILE",
+        help="For a service that wants an API key: the file's first is sent.",
+    ),
+]
 DashboardOption = Annotated[
     str | None, typer.Option("--dashboard", metavar="URL", help="Ray dashboard of an existing cluster.")
 ]

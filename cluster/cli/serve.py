@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import httpx
 import typer
 
 from cluster.cli.deploy import check_unchanged
+from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
 from cluster.cli.services import Services, services_of
 from cluster.cli.signals import interrupts
@@ -84,6 +86,7 @@ class _Server:
 
     def _start(self, dashboard: str | None) -> None:
         deployment, launcher = self._deployment, self._services.launcher
+        headers = key_headers(deployment.config.router.http.api_keys_file)
         with Phases(self._terminal) as phases:
             if deployment.config.model.path == EMBEDDED_MODEL:
                 self._services.ensure_model(phases.start)
@@ -94,7 +97,9 @@ class _Server:
                 check_unchanged(api.details(), deployment)
             else:
                 num_cpus = max(os.cpu_count() or 1, deployment.num_cpus())
-                self._cluster = launcher.start_local_cluster(num_cpus=num_cpus, report=phases.start)
+                self._cluster = launcher.start_local_cluster(
+                    num_cpus=num_cpus, report=phases.start, timeout_s=self._timeout_s - phases.elapsed_s
+                )
                 api = self._cluster.api
             self._api = api
             left_s = self._timeout_s - phases.elapsed_s
@@ -103,13 +108,14 @@ class _Server:
                 api,
                 application=deployment.application,
                 url=deployment.url,
+                headers=headers,
                 report=phases.start,
                 timeout_s=self._timeout_s - phases.elapsed_s,
                 is_alive=self._is_cluster_alive,
             )
             ready_s = phases.elapsed_s
             phases.start("asking it a first question")
-            model, answer = _first_answer(deployment.url)
+            model, answer = _first_answer(deployment.url, headers)
         self._remember(api)
         self._announce(api, model, answer, ready_s)
 
@@ -125,7 +131,7 @@ class _Server:
         """Take back what was started, in reverse order. A second Ctrl-C stops at once."""
         if self._cluster is None and self._api is None:
             return
-        self._services.note.remove(os.getpid())
+        self._services.note.mark_stopping(os.getpid())
         try:
             with Phases(self._terminal) as phases:
                 phases.start(
@@ -136,6 +142,7 @@ class _Server:
                     phases.start(f"these did not end by themselves and were killed: {'; '.join(killed)}")
         finally:
             self._take_back()  # when the terminal went away before it was done
+            self._services.note.remove(os.getpid())
         if self._terminal.as_json:
             self._terminal.emit(event="stopped")
         self._terminal.say("stopped")
@@ -167,6 +174,7 @@ class _Server:
                     api_url=self._deployment.url,
                     application=self._deployment.application,
                     file=self._deployment.file,
+                    api_keys_file=self._deployment.config.router.http.api_keys_file or "",
                     process_start=process_start(os.getpid()) or 0,
                 )
             )
@@ -190,8 +198,11 @@ class _Server:
         say(f"ready in {ready_s:.1f} s", style="bold green")
         say(f"\n  {_QUESTION}\n  {model}: {answer}\n", style="dim")
         say(f"API        {url}/v1\ndashboard  {api.url}\n", style="bold")
-        say(curl_example(url, model) + "\n")
-        say(python_example(url, model) + "\n")
+        keys_file = self._deployment.config.router.http.api_keys_file
+        if keys_file is not None:
+            say(f"every call needs a key of {keys_file}: the header 'Authorization: Bearer KEY'\n")
+        say(curl_example(url, model, with_key=keys_file is not None) + "\n")
+        say(python_example(url, model, with_key=keys_file is not None) + "\n")
         command = command_as_typed(sys.argv[0], Path.cwd())
         say(f"Talk to it: {command} chat     What runs: {command} status     End: Ctrl-C")
 
@@ -205,18 +216,20 @@ def command_as_typed(program: str, folder: Path) -> str:
     return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
-def curl_example(url: str, model: str) -> str:
+def curl_example(url: str, model: str, *, with_key: bool = False) -> str:
     """A request to paste into a shell."""
+    key = " -H 'authorization: Bearer KEY'" if with_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": _QUESTION}]})
-    return f"curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n  -d '{body}'"
+    return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n  -d '{body}'"
 
 
-def python_example(url: str, model: str) -> str:
+def python_example(url: str, model: str, *, with_key: bool = False) -> str:
     """The same with the official client (`pip install openai`)."""
+    key = "KEY" if with_key else "none"
     return "\n".join(
         [
             "from openai import OpenAI",
-            f'client = OpenAI(base_url="{url}/v1", api_key="none")',
+            f'client = OpenAI(base_url="{url}/v1", api_key="{key}")',
             "answer = client.chat.completions.create(",
             f'    model="{model}", messages=[{{"role": "user", "content": "{_QUESTION}"}}])',
             "print(answer.choices[0].message.content)",
@@ -224,10 +237,10 @@ def python_example(url: str, model: str) -> str:
     )
 
 
-def _first_answer(url: str) -> tuple[str, str]:
+def _first_answer(url: str, headers: Mapping[str, str]) -> tuple[str, str]:
     """The model's name and what it says; proves the whole path with the request that people will make."""
     try:
-        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+        with httpx.Client(base_url=url, timeout=60.0, trust_env=False, headers=headers) as client:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             body = {
                 "model": model,

@@ -25,7 +25,9 @@ class Launcher(Protocol):
 
     def check_port(self, host: str, port: int) -> None: ...
 
-    def start_local_cluster(self, *, num_cpus: int, report: launch.Report) -> launch.LocalCluster: ...
+    def start_local_cluster(
+        self, *, num_cpus: int, report: launch.Report, timeout_s: float
+    ) -> launch.LocalCluster: ...
 
     def deploy(
         self, api: ServeApi, config: Mapping[str, Any], *, report: launch.Report, timeout_s: float
@@ -37,6 +39,7 @@ class Launcher(Protocol):
         *,
         application: str,
         url: str,
+        headers: Mapping[str, str],
         report: launch.Report,
         timeout_s: float,
         is_alive: Callable[[], bool],

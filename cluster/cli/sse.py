@@ -35,11 +35,12 @@ class AnswerStats:
 class ChatClient:
     """Talks to one server. Every wait is bounded: 5 s to connect, 120 s between two chunks."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        """headers: with an API key, where the server wants one."""
         self.url = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(120.0, connect=5.0)
         try:
-            self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+            self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, headers=headers)
         except httpx.InvalidURL as error:
             raise CommandFailed(f"{url!r} is not a URL: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,9 +13,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.cli.options import DashboardOption, JsonOption
+from cluster.cli.keys import key_headers
+from cluster.cli.options import DashboardOption, JsonOption, KeysOption
 from cluster.cli.services import services_of
-from cluster.cli.terminal import Terminal
+from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.group_table import (
     ApplicationStatus,
     GroupRow,
@@ -41,21 +43,26 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Show again every two seconds until Ctrl-C.")
     ] = False,
+    keys_file: KeysOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what is deployed: groups, state and why, load, restarts. Exit code 1 when not all is ready."""
     terminal = Terminal(as_json=as_json)
     services = services_of(context)
     with terminal.exit_codes():
+        noted = services.note.read()
+        if noted is not None and noted.is_stopping and dashboard in (None, noted.dashboard_url):
+            raise CommandFailed(f"`tandem serve` (process {noted.pid}) is stopping")
         api = services.open_api(dashboard)
         running = services.running(api)
+        headers = key_headers(keys_file or (running.api_keys_file if running is not None else None))
         address = gcs_address or (running.gcs_address if running is not None else "")
         while True:
             details = api.details()
             names = sorted(details.get("applications", {}))
             entries = services.entries(address, names)
-            loads = parse_loads(_ask_router(details, "/metrics"))
-            pairs = parse_pairs(_json(_ask_router(details, "/load")))
+            loads = parse_loads(_ask_router(details, headers, "/metrics"))
+            pairs = parse_pairs(_json(_ask_router(details, headers, "/load")))
             statuses = application_statuses(details, entries, loads, pairs, now=time.time())
             if as_json:
                 terminal.emit(dashboard=api.url, applications=[asdict(status) for status in statuses])
@@ -68,12 +75,17 @@ def status(
             raise typer.Exit(1)
 
 
-def _ask_router(details: dict[str, Any], path: str) -> str:
-    """What a router says; nothing when none answers or wants a key."""
+def _ask_router(details: dict[str, Any], headers: Mapping[str, str], path: str) -> str:
+    """What a router of ours says; nothing when none answers or wants another key."""
     options = details.get("http_options") or {}
     url = ingress_url(options.get("host", "127.0.0.1"), options.get("port", 8000))
+    applications = details.get("applications", {}).values()
+    prefix = next(
+        (app.get("route_prefix") or "/" for app in applications if "router" in app.get("deployments", ())),
+        "/",
+    )
     try:
-        response = httpx.get(url + path, timeout=5.0, trust_env=False)
+        response = httpx.get(url + prefix.rstrip("/") + path, headers=headers, timeout=5.0, trust_env=False)
     except httpx.HTTPError:
         return ""
     return response.text if response.status_code == 200 else ""

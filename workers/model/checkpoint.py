@@ -74,9 +74,10 @@ class Checkpoint:
         """Size of all tensor files."""
         return sum(header.file_bytes for header in self._headers)
 
-    def model_hash(self) -> str:
+    def model_hash(self, quantization: str = "none") -> str:
         """Digest of config, tensor headers, file sizes, and four samples of up to 4 KiB of every tensor, from
-        its begin to its end. Reads a few MB, so it is quick for a model of any size.
+        its begin to its end. Reads a few MB, so it is quick for a model of any size. Another one for each
+        form of quantized weights (`ModelConfig.quantization`): their keys and values differ.
 
         Tells trainings of one shape apart, down to a single tensor that was trained; an edit inside a tensor
         that falls between the samples is not seen (`content_hash` sees it).
@@ -91,6 +92,8 @@ class Checkpoint:
                     for part in range(_SAMPLES):
                         stream.seek(entry.start + (last - entry.start) * part // (_SAMPLES - 1))
                         digest.update(stream.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
+        if quantization != "none":
+            digest.update(quantization.encode())
         return digest.hexdigest()
 
     def content_hash(self) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
 
 from workers.config import GroupConfig
 from workers.engine.request import EngineLimits
-from workers.kernels import Quantization
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
@@ -99,7 +97,7 @@ class RankModel:
     def facts(self, num_blocks: int) -> RankFacts:
         spec = self._checkpoint.spec
         return RankFacts(
-            model_hash=self._model_hash(),
+            model_hash=self._checkpoint.model_hash(self._quantization.value),
             code=code_digest(),
             limits=EngineLimits(
                 vocab_size=self._checkpoint.vocab_size,
@@ -127,13 +125,6 @@ class RankModel:
                 f"model.max_model_len {wanted}: {self._checkpoint.folder} allows 1 to {longest}"
             )
         return wanted
-
-    def _model_hash(self) -> str:
-        """The checkpoint's, and another for each form of quantized weights: their keys and values differ."""
-        of_checkpoint = self._checkpoint.model_hash()
-        if self._quantization is Quantization.NONE:
-            return of_checkpoint
-        return sha256(f"{of_checkpoint} {self._quantization.value}".encode()).hexdigest()
 
     def _num_kv_heads(self, rank: int) -> int:
         return len(self._checkpoint.spec.kv_heads_of_rank(rank, self._size))

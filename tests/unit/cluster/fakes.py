@@ -33,6 +33,8 @@ class FakeServer:
         self.details: dict[str, Any] = {"applications": {}}
         self.answers_dashboard = True
         self.load: Any = {}
+        self.prefix = ""  # of the API's paths
+        self.key: str | None = None  # that the API wants
         self.puts: list[Any] = []  # bodies of deployments
         self.takes_puts = threading.Event()  # without it they wait, and their clients may leave
         self.takes_puts.set()
@@ -81,17 +83,23 @@ class FakeServer:
     def _handler(server) -> type[BaseHTTPRequestHandler]:  # the handler's self is another
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                match self.path:
-                    case "/api/serve/applications/" if server.answers_dashboard:
-                        self._answer(server.details)
-                    case "/v1/models":
-                        self._answer({"data": [{"id": "Fake"}]})
-                    case "/load":
-                        self._answer(server.load)
-                    case "/metrics":
-                        self._answer(METRICS.encode())
-                    case _:
-                        self._answer({}, status=404)
+                if self.path == "/api/serve/applications/" and server.answers_dashboard:
+                    self._answer(server.details)
+                elif not self._has_key():
+                    self._answer({"error": {"message": "a key is needed"}}, status=401)
+                elif self.path == f"{server.prefix}/v1/models":
+                    self._answer({"data": [{"id": "Fake"}]})
+                elif self.path == f"{server.prefix}/metrics":
+                    self._answer(METRICS.encode())
+                elif self.path == f"{server.prefix}/load":
+                    self._answer(server.load)
+                elif self.path == f"{server.prefix}/ready":
+                    self._answer({})
+                else:
+                    self._answer({}, status=404)
+
+            def _has_key(self) -> bool:
+                return server.key is None or self.headers["authorization"] == f"Bearer {server.key}"
 
             def do_PUT(self) -> None:
                 body = self._body()
@@ -109,7 +117,9 @@ class FakeServer:
             def do_POST(self) -> None:
                 body = self._body()
                 server.chats.append(body)
-                if server.chat_status != 200:
+                if not self._has_key() or not self.path.startswith(f"{server.prefix}/v1/"):
+                    self._answer({"error": {"message": "not so"}}, status=401)
+                elif server.chat_status != 200:
                     error = {"message": "the server has no room", "code": "server_is_overloaded"}
                     self._answer({"error": error}, status=server.chat_status)
                 elif not body.get("stream"):
@@ -147,10 +157,12 @@ class FakeLauncher:
 
     def __init__(self, api: ServeApi, folder: Path) -> None:
         self.calls: list[str] = []
+        self.headers: list[Mapping[str, str]] = []  # of wait_ready
         self.configs: list[dict[str, Any]] = []
         self.taken_port: int | None = None
         self.failure: str | None = None  # what wait_ready raises
         self.on_ready: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None
         self.head: subprocess.Popen[bytes] | None = None
         self._api = api
         self._folder = folder
@@ -160,7 +172,7 @@ class FakeLauncher:
         if port == self.taken_port:
             raise LaunchError(f"port {port} on {host} cannot be used")
 
-    def start_local_cluster(self, *, num_cpus: int | None, report: Report) -> LocalCluster:
+    def start_local_cluster(self, *, num_cpus: int | None, report: Report, timeout_s: float) -> LocalCluster:
         self.calls.append("start")
         report("starting a local Ray cluster")
         self.head = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -184,11 +196,13 @@ class FakeLauncher:
         *,
         application: str,
         url: str,
+        headers: Mapping[str, str],
         report: Report,
         timeout_s: float,
         is_alive: Callable[[], bool],
     ) -> None:
         self.calls.append(f"wait_ready {application} {url}")
+        self.headers.append(headers)
         if self.failure is not None:
             raise LaunchError(self.failure)
         report(f"serving at {url}")
@@ -196,6 +210,7 @@ class FakeLauncher:
 
     def stop_all(self, cluster: LocalCluster, *, grace_s: float) -> list[str]:
         self.calls.append(f"stop {grace_s:g}")
+        self.on_stop()
         cluster.head.kill()
         cluster.head.wait(timeout=10)
         return []

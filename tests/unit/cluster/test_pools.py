@@ -100,7 +100,7 @@ def test_a_pool_of_the_command_line_needs_a_deployment_too() -> None:
 def test_each_pool_is_a_deployment_and_the_router_has_a_handle_of_every_one() -> None:
     pools = {"prefill": {"drain_timeout_s": 50}, "decode": {"tensor_parallel": 2, "cache": {"num_blocks": 9}}}
     config = parse_config({"pools": pools})
-    built = build_app(assemble(config, replace(config.model, path="/m", name="x")), name="tandem")
+    built = build_app(assemble(config, replace(config.model, path="/m", name="x"), "00"), name="tandem")
     assert built.ingress_deployment_name == "router"
     by_name = {deployment.name: deployment for deployment in built.deployments}
     assert sorted(by_name) == ["decode", "prefill", "router"]
