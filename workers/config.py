@@ -16,7 +16,7 @@ class ModelConfig:
     path: str  # folder in Hugging Face layout
     name: str = ""  # served name; empty: the folder's name
     dtype: str = "auto"  # auto (bfloat16), bfloat16, float32
-    quantization: str = "none"  # of linear weights, made at load: none, int8, int4 (groups of 32)
+    quantization: str = "none"  # of linear weights, made at load: none, int8, int4 (the head: int8)
     max_model_len: int | None = None  # longest context; None: what the checkpoint says
 
 

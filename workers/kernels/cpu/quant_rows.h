@@ -63,20 +63,22 @@ inline __m512i four_codes(const int8_t* at) {  // the same four in every lane
 // unit of `vecs`. FETCH quarters of a wide unit come into the second-level cache from `ahead` on.
 using QuantizedTile = void (*)(const RowGroup* rows, size_t groups, const char* unit, int vecs, int v0, const char* ahead, float* sums);
 template <class Format, int VECS, int FETCH> inline QuantizedTile quantized_tile(size_t rows) {
-  constexpr int MOST = 12 / VECS;  // 12 sums of integers and 12 of floats, columns and a row's codes fit the registers
+  // 12 sums of integers and 12 of floats, columns and a row's codes fit the registers. 4 x 4 keeps its floats in
+  // memory: slower on cached columns, but four rows wait for memory anyway, which one pass reads best.
+  constexpr int MOST = VECS == 4 ? 4 : 6;
   constexpr QuantizedTile table[] = {Format::template tile<1, VECS, FETCH>, Format::template tile<2, VECS, FETCH>,
                                      Format::template tile<3, VECS, FETCH>, Format::template tile<std::min(4, MOST), VECS, FETCH>,
                                      Format::template tile<std::min(5, MOST), VECS, FETCH>, Format::template tile<MOST, VECS, FETCH>};
   return table[rows - 1];
 }
-// sums (rows, UNIT) of one unit of `vecs` vectors of columns: tiles of at most 3 rows x 4 vectors, or 6 x 2. fetch:
+// sums (rows, UNIT) of one unit of `vecs` vectors of columns: tiles of at most 4 rows x 4 vectors, or 6 x 2. fetch:
 // bring in what follows the unit in the stream, a share in each of the first passes over this one; a single pass reads
 // as fast as memory gives anyway.
 template <class Format>
 inline void quantized_unit(const char* row_bytes, size_t count, const RowShape& shape, const char* unit, int vecs, bool fetch, float* sums) {
   const RowGroup* rows = (const RowGroup*)row_bytes;
   const size_t groups = shape.groups();
-  const int tiles = int(count + 5) / 6, width = vecs == 2 || count <= 3 ? vecs : 2;  // vectors of a tile
+  const int tiles = int(count + 5) / 6, width = vecs == 2 || count <= 4 ? vecs : 2;  // vectors of a tile
   const int passes = tiles * vecs / width, shares = !fetch || passes == 1 ? 0 : passes < vecs ? 2 : vecs;
   const char* ahead = unit + size_t(vecs) * 16 * Format::column_bytes(shape);
   for (int t = 0, pass = 0; t < tiles; t++) {
