@@ -72,6 +72,7 @@ class _Peer:
     requests: deque[Read | Check] = field(default_factory=deque)
     answer: Iterator[memoryview] | None = None
     waiting: deque[memoryview] = field(default_factory=deque)  # not yet taken by the kernel
+    wanted: int = selectors.EVENT_READ  # what the selector looks for
     is_at_barrier: bool = False  # the answer goes on when nothing waits
 
     @property
@@ -171,7 +172,9 @@ class BlockServer:
             if peer.has_to_send:
                 self._send(peer)
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_to_send else 0)
-            self._selector.modify(peer.connection, wanted, peer)
+            if wanted != peer.wanted:
+                self._selector.modify(peer.connection, wanted, peer)
+                peer.wanted = wanted
         except (_Dropped, MessageError, OSError) as error:
             self._drop(peer, str(error))
         except Exception:

@@ -29,7 +29,7 @@ class Source:
                 f"generations {generations.shape} {generations.dtype} for a pool of {pool.num_blocks} blocks"
             )
         self.pool = pool
-        self.generations = generations
+        self._generations = generations.data if generations is not None else None  # plain integers, live
 
     def answer(self, request: Read | Check) -> Iterator[memoryview]:
         """Pieces to send, in order. The bytes of a block are those of the pool at the time they are sent."""
@@ -63,14 +63,14 @@ class Source:
         if max(request.blocks) >= pool.num_blocks:
             message = f"block {max(request.blocks)} of a pool of {pool.num_blocks}"
         elif isinstance(request, Check):
-            if self.generations is None:
+            if self._generations is None:
                 message = "this rank keeps no generations: ask rank 0"
         elif not pool.has(request.blocks[0], request.offset, request.num_bytes):
             message = (
                 f"bytes {request.offset} to {request.offset + request.num_bytes} of blocks of "
                 f"{pool.block_bytes} bytes"
             )
-        elif request.generations and self.generations is None:
+        elif request.generations and self._generations is None:
             message = "this rank keeps no generations: compare them at rank 0"
         elif request.generations and len(request.generations) != len(request.blocks):
             message = f"{len(request.generations)} generations for {len(request.blocks)} blocks"
@@ -85,5 +85,5 @@ class Source:
         return not request.generations or self._generations_of(request.blocks) == request.generations
 
     def _generations_of(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        assert self.generations is not None
-        return tuple(self.generations[list(blocks)].tolist())
+        assert self._generations is not None
+        return tuple([self._generations[block] for block in blocks])

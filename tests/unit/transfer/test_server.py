@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import socket
 import time
@@ -75,6 +76,19 @@ def test_garbage_is_dropped_and_the_others_are_served(data: bytes) -> None:
     with owner() as rank, closing(raw(rank)) as hostile:
         hostile.sendall(data)
         assert is_dropped(hostile)
+        assert serves(rank)
+
+
+def test_noise_behind_a_greeting_harms_nobody() -> None:
+    noise = random.Random(0)
+    good = encode(read())
+    with owner() as rank:
+        for _ in range(200):
+            frame = bytearray(good)
+            for _ in range(noise.randint(1, 6)):
+                frame[noise.randrange(len(frame))] = noise.randrange(256)
+            with closing(greeted(rank)) as link:
+                link._socket.sendall(bytes(frame[: noise.randint(1, len(frame))]) * noise.randint(1, 3))
         assert serves(rank)
 
 
