@@ -21,7 +21,7 @@ from ray.serve import Application
 from cluster import embedded
 from cluster.config import EMBEDDED_MODEL, TandemConfig, parse_config
 from cluster.config_tree import PoolConfig
-from cluster.model_check import open_model
+from cluster.model_check import key_problems, open_model
 from cluster.problems import ConfigError, Problem
 from router.deployment import Router, RouterStart
 from workers.config import ModelConfig
@@ -44,7 +44,12 @@ def build(args: dict[str, Any]) -> Application:
     config = parse_config(args)
     model = _located(config.model)
     checkpoint, misfits = open_model(config, Path(model.path))
-    problems = [*misfits, *_resource_problems(config), *_security_problems(config)]
+    problems = [
+        *misfits,
+        *key_problems(config),
+        *_resource_problems(config),
+        *_security_problems(config),
+    ]
     if problems or checkpoint is None:
         raise ConfigError(problems)
     return assemble(config, model, checkpoint.model_hash(model.quantization))

@@ -261,7 +261,8 @@ def _write_tokenizer(model: GgufModel, folder: Path) -> None:
         token for token, kind in zip(model.tokens, model.token_types, strict=True) if kind == _CONTROL_TOKEN
     ]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # What its own `save` writes, but with Python's errors: a full disk is an OSError.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     names = {
         "bos_token": model.tokens[model.bos_token_id],
         "eos_token": model.tokens[model.eos_token_id],

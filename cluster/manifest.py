@@ -11,13 +11,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from workers.regular_file import open_regular, read_regular
+
 MANIFEST = "manifest.json"
 FORMAT = 1
+_MAX_BYTES = 1 << 20
 
 
 def sha256_file(file: Path) -> str:
     """Hex sha256 of a file's content. Raises OSError."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -64,8 +67,8 @@ def find_damage(folder: Path, made_from: str) -> list[str]:
 def _read(file: Path) -> dict[str, Any] | None:
     """The manifest if it has the right shape."""
     try:
-        listed: Any = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        listed: Any = json.loads(read_regular(file, max_bytes=_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(listed, dict) or not {"format", "made_from", "files"} <= set(listed):
         return None

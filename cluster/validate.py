@@ -1,9 +1,9 @@
 """Everything that can be checked about a deployment before anything is started.
 
 `load_deployment` reads a file, applies `--port` and `--set`, and answers with the deployment or with a
-ConfigError that lists every mistake; `check_model` then opens the model folder (headers only) and compares
-it with the config: unsupported or damaged checkpoints, tensor-parallel sizes that do not divide, context
-lengths beyond the model's.
+ConfigError that lists every mistake; `check_model` then opens what the config names: the model folder (of
+weights only the headers) for unsupported or damaged checkpoints and tokenizers, tensor-parallel sizes that do
+not divide, pools and context lengths that do not fit; and the file of API keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from cluster.config import apply_overrides, check_config
 from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
 from cluster.embedded import EmbeddedModelError, canonical_path, model_folder
-from cluster.model_check import open_model
+from cluster.model_check import key_problems, open_model
 from cluster.pools import deployment_problems
 from cluster.problems import ConfigError, Problem
 from cluster.serve_api import ingress_url
@@ -118,9 +118,10 @@ def load_deployment(
 
 
 def check_model(deployment: Deployment) -> Checkpoint | None:
-    """The opened model folder; None when it is the embedded model and not converted yet.
+    """The opened model folder; None when it is the embedded model and not converted yet. Looks at the file
+    of API keys too.
 
-    Raises ConfigError naming folder and cause.
+    Raises ConfigError naming file and cause.
     """
     checkpoint, problems = _open_model(deployment.config, deployment.assigned, deployment.file)
     if problems:
@@ -131,18 +132,21 @@ def check_model(deployment: Deployment) -> Checkpoint | None:
 def _open_model(
     config: TandemConfig, assigned: frozenset[str], file: str
 ) -> tuple[Checkpoint | None, list[Problem]]:
-    """The model folder, and what does not fit it; each mistake is the file's or the command line's."""
+    """The model folder, and what does not fit it or is wrong with the file of API keys; each mistake is the
+    deployment file's or the command line's."""
 
     def place(path: str) -> str:
         return _COMMAND_LINE if path in assigned else file
 
+    checkpoint: Checkpoint | None = None
+    problems: list[Problem] = []
     try:
         folder = model_folder(config.model.path)
+        if canonical_path(config.model.path) != EMBEDDED_MODEL or folder.exists():
+            checkpoint, problems = open_model(config, folder)
     except EmbeddedModelError as error:
-        return None, [Problem(path="model.path", message=str(error), file=place("model.path"))]
-    if canonical_path(config.model.path) == EMBEDDED_MODEL and not folder.exists():
-        return None, []
-    checkpoint, problems = open_model(config, folder)
+        problems = [Problem(path="model.path", message=str(error))]
+    problems += key_problems(config)
     return checkpoint, [replace(problem, file=place(problem.path)) for problem in problems]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
@@ -9,7 +10,9 @@ from hmac import compare_digest
 from pathlib import Path
 
 from router.errors import ApiError
+from workers.regular_file import open_regular
 
+_MAX_FILE_BYTES = 1 << 20
 _BEARER = b"bearer"
 
 
@@ -61,21 +64,27 @@ class ApiKeys:
 def load_api_keys(path: str | None) -> ApiKeys:
     """Keys of a file, one a line; empty lines and lines that begin with # are skipped. None: no keys.
 
-    Raises ValueError for a file that others may read, that holds no key, or a key with spaces inside, OSError
-    for one that cannot be read.
+    Raises ValueError for a file that cannot be read, that others may read, that holds no key, or a key with
+    spaces inside.
     """
     return ApiKeys() if path is None else ApiKeys(frozenset(read_api_keys(path)))
 
 
 def read_api_keys(path: str) -> list[bytes]:
     """The keys of a file in its order, at least one. Raises as `load_api_keys`."""
-    file = Path(path)
-    mode = stat.S_IMODE(file.stat().st_mode)
+    try:
+        with open_regular(Path(path)) as stream:
+            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+            content = stream.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"API key file {path} cannot be read: {error.strerror}") from None
     if mode & 0o007:
         raise ValueError(
             f"API key file {path} has mode {mode:o}: other users may use it; run chmod 600 {path}"
         )
-    lines = [line.strip() for line in file.read_bytes().splitlines()]
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError(f"API key file {path} is larger than {_MAX_FILE_BYTES} bytes")
+    lines = [line.strip() for line in content.splitlines()]
     keys = [line for line in lines if line and not line.startswith(b"#")]
     if not keys:
         raise ValueError(

@@ -47,6 +47,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from None
+        except Exception as error:  # a program that is too large or too deep to be compiled
+            raise ValueError(f"chat template: {type(error).__name__}: {error}") from None
         self._special_tokens = dict(special_tokens)
         self._clock = clock
 

@@ -11,9 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from router.protocol import GenerationFields
+from workers.regular_file import read_regular
 
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
+_MAX_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -24,10 +26,10 @@ def load_sampling_defaults(folder: str) -> dict[str, Any]:
     """
     file = Path(folder) / "generation_config.json"
     try:
-        given = json.loads(file.read_bytes())
+        given = json.loads(read_regular(file, max_bytes=_MAX_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _log.warning("%s is not used: %s", file, error)
         return {}
     if not isinstance(given, dict):

@@ -12,6 +12,7 @@ Every method may be called from any thread.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import time
@@ -25,7 +26,10 @@ from tokenizers import Tokenizer
 from router.chat_template import ChatTemplate
 from router.errors import invalid
 from router.token_bytes import TokenBytes, decoder_config
+from workers.regular_file import read_regular
 
+_MAX_TOKENIZER_BYTES = 512 << 20
+_MAX_TEXT_BYTES = 16 << 20  # of each other file
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -81,15 +85,17 @@ class TextTokenizer:
         """
         folder = Path(folder)
         file = folder / "tokenizer.json"
-        if not file.is_file():
+        if not os.path.lexists(file):
             raise ValueError(
                 f"{file} is missing: the model folder needs a fast tokenizer; save it once with "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             )
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_buffer(read_regular(file, max_bytes=_MAX_TOKENIZER_BYTES))
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{file}: {error}") from None
+            raise ValueError(f"{file}: not a tokenizer: {error}") from None
         config = _read_json(folder / "tokenizer_config.json")
         named = {**_read_json(folder / "special_tokens_map.json"), **config}
         specials = {name: text for name in _SPECIAL_NAMES if (text := _token_text(named.get(name)))}
@@ -204,24 +210,36 @@ def _token_text(value: object) -> str | None:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if (text := _read_text(folder / "chat_template.jinja")) is not None:
+        return text
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template if isinstance(entry, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise ValueError("chat_template in tokenizer_config.json must be a string or a list of named strings")
     return template
 
 
+def _read_text(file: Path) -> str | None:
+    """The text of a file; None when there is none. Raises ValueError when it cannot be read."""
+    if not os.path.lexists(file):
+        return None
+    try:
+        return read_regular(file, max_bytes=_MAX_TEXT_BYTES).decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    text = _read_text(file)
+    if text is None:
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object")

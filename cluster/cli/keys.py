@@ -16,6 +16,6 @@ def key_headers(file: str | None) -> dict[str, str]:
         return {}
     try:
         key = read_api_keys(file)[0].decode()
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise CommandFailed(f"no API key can be read from {file}: {error}") from error
     return {"authorization": f"Bearer {key}"}

@@ -6,6 +6,7 @@ repeats it. Colour is rich's business: none when the output is not a terminal or
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -89,6 +90,11 @@ class Terminal:
             raise typer.Exit(EXIT_BAD_CONFIG) from error
         except (LaunchError, ServeApiError, EmbeddedModelError, ProbeError, CommandFailed) as error:
             raise self.fail(str(error), code=EXIT_FAILURE) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of our output has left
+                raise
+            place = f"{error.filename}: " if error.filename else ""
+            raise self.fail(f"{place}{error.strerror or error}", code=EXIT_FAILURE) from error
         except KeyboardInterrupt:
             raise self.fail("interrupted", code=EXIT_INTERRUPTED) from None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from workers.model.errors import CheckpointError
 from workers.model.safetensors_header import SafetensorsHeader, read_header
+from workers.regular_file import read_regular
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -18,10 +19,7 @@ def read_json(folder: Path, name: str) -> dict[str, object]:
     """A JSON object of the folder. Raises CheckpointError when it is absent, unreadable, huge or broken."""
     file = resolve_inside(folder, name)
     try:
-        size = file.stat().st_size
-        if size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{file}: {size} bytes, over the limit of {_MAX_JSON_BYTES}")
-        parsed = json.loads(file.read_bytes())
+        parsed = json.loads(read_regular(file, max_bytes=_MAX_JSON_BYTES))
     except OSError as error:
         raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -7,10 +7,12 @@ data. Offsets count from the end of the header; tensors must cover the data with
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from workers.model.errors import CheckpointError
+from workers.regular_file import open_regular
 
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_SIZE = 1 << 48
@@ -58,8 +60,8 @@ class SafetensorsHeader:
 def read_header(file: Path) -> SafetensorsHeader:
     """Reads and checks the header of a file. Raises CheckpointError naming file, tensor and numbers."""
     try:
-        file_bytes = file.stat().st_size
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
+            file_bytes = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if file_bytes < 8 or length > file_bytes - 8:
                 raise CheckpointError(

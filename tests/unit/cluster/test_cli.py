@@ -193,3 +193,10 @@ def test_colour_at_a_terminal_unless_told_otherwise(tiny_model: Path) -> None:
         check=True,
     )
     assert done.stdout.splitlines()[0] == plain
+
+
+def test_a_disk_that_refuses_is_one_sentence(world: World) -> None:
+    (world.folder / "locks").write_text("a file in the place of the folder")
+    done = world.run("deploy", world.file(), "--dashboard", world.server.url)
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert done.stderr.splitlines()[-1] == f"error: {world.folder / 'locks'}: File exists"

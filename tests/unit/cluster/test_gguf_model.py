@@ -89,6 +89,16 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
         read_model(gguf.GGUFReader(tmp_path / "other.gguf"))
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path, name: str) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_folder(tmp_path / "tiny.gguf", folder, lambda text: None)
+
+
 def test_the_vocabulary_of_the_test_file_is_what_the_tests_think() -> None:
     vocab, merges = tokens()
     assert len(vocab) == len(set(vocab)) == 100
