@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from workers.kernels import StepBatch
+from workers.kernels import pack_step
 from workers.model.decoder import Decoder
 
 
@@ -51,45 +51,36 @@ class PagedModel:
 
     def step(self, work: Sequence[tuple[PagedSequence, int]], *, want: str = "all") -> None:
         """Computes the next `count` tokens of every sequence; keeps logits of all rows, the last, or none."""
-        positions, slots, tokens, rows = [], [], [], []
-        starts = [0]
+        lens, starts, counts = [], [], []
+        tokens: list[int] = []
+        blocks: list[int] = []
+        rows: list[int] = []
         for sequence, count in work:
-            for position in range(sequence.num_computed, sequence.num_computed + count):
-                positions.append(position)
-                tokens.append(sequence.token_ids[position])
-                block = sequence.blocks[position // self._block_size]
-                slots.append(block * self._block_size + position % self._block_size)
-            starts.append(len(positions))
-            rows += {
-                "all": range(starts[-2], starts[-1]),
-                "last": range(starts[-1] - 1, starts[-1]),
-                "none": range(0),
-            }[want]
-        contexts = [sequence.num_computed + count for sequence, count in work]
-        width = max(-(-context // self._block_size) for context in contexts)
-        tables = torch.zeros(len(work), width, dtype=torch.int32)
-        for row, ((sequence, _), context) in enumerate(zip(work, contexts, strict=True)):
-            used = sequence.blocks[: -(-context // self._block_size)]
-            tables[row, : len(used)] = torch.tensor(used, dtype=torch.int32)
-        logits = self.decoder.forward(
-            StepBatch(
-                token_ids=torch.tensor(tokens),
-                positions=torch.tensor(positions),
-                slots=torch.tensor(slots),
-                query_starts=torch.tensor(starts, dtype=torch.int32),
-                context_lens=torch.tensor(contexts, dtype=torch.int32),
-                block_tables=tables,
-                logit_rows=torch.tensor(rows, dtype=torch.int64),
-                max_context_len=max(contexts),
-            ),
-            self._kv,
+            start, first_row = sequence.num_computed, len(tokens)
+            used = sequence.blocks[: -(-(start + count) // self._block_size)]
+            lens.append(count)
+            starts.append(start)
+            counts.append(len(used))
+            tokens += sequence.token_ids[start : start + count]
+            blocks += used
+            all_rows = range(first_row, len(tokens))
+            rows += {"all": all_rows, "last": all_rows[-1:], "none": range(0)}[want]
+        message = pack_step(
+            lens=lens,
+            starts=starts,
+            block_counts=counts,
+            token_ids=tokens,
+            blocks=blocks,
+            logit_rows=rows,
+            zero_blocks=(),
         )
+        drawn = self.decoder.forward(message, self._kv)
         taken = 0
         for sequence, count in work:
             sequence.num_computed += count
             kept = {"all": count, "last": 1, "none": 0}[want]
-            if logits is not None:
-                sequence.logits.extend(logits[taken : taken + kept].clone())
+            if drawn is not None:
+                sequence.logits.extend(drawn.logits[taken : taken + kept].clone())
             taken += kept
 
     def read(self, sequences: Sequence[PagedSequence], chunk: int | None) -> None:

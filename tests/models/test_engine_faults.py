@@ -23,7 +23,7 @@ from workers.runtime.executor import GroupExecutor
 from workers.runtime.launch import LocalGroup, start_follower
 from workers.runtime.order import RankOrder
 from workers.runtime.rank import EXIT_CODE, Leader
-from workers.runtime.step_codec import arrays_of, encode
+from workers.runtime.step_codec import encode
 from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
 
 TIMEOUT_S = 2.0
@@ -170,7 +170,7 @@ def test_stopped_while_idle_and_continued_too_late(group: LocalGroup) -> None:
 def test_a_hung_step_ends_by_the_timeout_of_the_collective(group: LocalGroup) -> None:
     """The follower begins a step that rank 0 does not compute: its collective gives up and it says so."""
     assert isinstance(group.executor, GroupExecutor)
-    group.executor._link.send_step(encode(arrays_of(one_step(), group.facts.block_size)))
+    group.executor._link.send_step(encode(one_step(), group.facts.block_size))
     took = wait_until(lambda: group.failure is not None, TIMEOUT_S + 3, "the follower gives up")
     assert took > TIMEOUT_S / 2
     assert group.failure is not None and "rank 1" in group.failure

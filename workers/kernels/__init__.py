@@ -1,19 +1,22 @@
 """Operators of the decoder: a torch reference for any device, C++ for the CPU."""
 
-from workers.kernels.batch import StepBatch
+from workers.kernels.batch import StepBatch, build_batch, check_range
 from workers.kernels.choose import kernels_for, load_library
 from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
 from workers.kernels.compiler import KernelsUnavailable
 from workers.kernels.draw import NOT_FINITE, Draw
-from workers.kernels.interface import FusedStep, Kernels, PackedLinear, StepLayer, StepModel
+from workers.kernels.interface import Drawn, FusedStep, Kernels, PackedLinear, StepLayer, StepModel, Turn
 from workers.kernels.library import Library
 from workers.kernels.quantized import Quantization
 from workers.kernels.reference import TorchKernels
+from workers.kernels.step_message import MAX_LOGIT_ROWS, StepMessage, header_of, pack_step, passes, unpack
 
 __all__ = [
+    "MAX_LOGIT_ROWS",
     "NOT_FINITE",
     "CollectiveFailed",
     "Draw",
+    "Drawn",
     "FusedStep",
     "Kernels",
     "KernelsUnavailable",
@@ -23,9 +26,17 @@ __all__ = [
     "SharedCollective",
     "StepBatch",
     "StepLayer",
+    "StepMessage",
     "StepModel",
     "TorchKernels",
+    "Turn",
+    "build_batch",
+    "check_range",
+    "header_of",
     "kernels_for",
     "load_library",
     "memory_bytes",
+    "pack_step",
+    "passes",
+    "unpack",
 ]

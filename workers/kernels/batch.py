@@ -1,10 +1,13 @@
-"""The tensors of one step, as every kernel takes them."""
+"""The tensors of one step, as the single operators take them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from workers.kernels.step_message import Ints, StepArrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +26,50 @@ class StepBatch:
     block_tables: torch.Tensor  # (S, W) int32; entries past the context are 0
     logit_rows: torch.Tensor  # (R,) int64: rows whose logits are wanted
     max_context_len: int
+
+
+def build_batch(
+    arrays: StepArrays, *, block_size: int, num_blocks: int, vocab_size: int, device: torch.device
+) -> StepBatch:
+    """The batch of a step; `cpu/layout.h` does the same for a step in one call.
+
+    Raises ValueError when an index lies outside the pool or the vocabulary: kernels do not check indices, and
+    a wrong one would write into another sequence's memory.
+    """
+    lens, starts, counts = arrays.lens, arrays.starts, arrays.block_counts
+    num_slices = len(lens)
+    check_range("block", arrays.blocks, num_blocks)
+    check_range("token id", arrays.token_ids, vocab_size)
+    check_range("logit row", arrays.logit_rows, len(arrays.token_ids))
+    context_lens = starts + lens
+    if bool((lens < 1).any() or (starts < 0).any() or (counts * block_size < context_lens).any()):
+        raise ValueError(f"step with lengths {lens}, starts {starts}, block counts {counts}")
+    query_starts = np.zeros(num_slices + 1, dtype=np.int32)
+    np.cumsum(lens, out=query_starts[1:])
+    width = int(counts.max(initial=1))
+    tables = np.zeros((num_slices, width), dtype=np.int32)
+    tables[np.arange(width) < counts[:, None]] = arrays.blocks
+    sequence = np.repeat(np.arange(num_slices), lens)  # (T,) slice of each row
+    in_slice = np.arange(len(arrays.token_ids), dtype=np.int64) - query_starts[sequence]
+    positions = in_slice + starts[sequence]
+    slots = tables[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    def tensor(values: np.ndarray[tuple[int, ...], np.dtype[np.int32 | np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return StepBatch(
+        token_ids=tensor(arrays.token_ids.astype(np.int64)),
+        positions=tensor(positions),
+        slots=tensor(slots),
+        query_starts=tensor(query_starts),
+        context_lens=tensor(context_lens),
+        block_tables=tensor(tables),
+        logit_rows=tensor(arrays.logit_rows.astype(np.int64)),
+        max_context_len=int(context_lens.max(initial=0)),
+    )
+
+
+def check_range(what: str, values: Ints, limit: int) -> None:
+    """Raises ValueError unless all values are in 0 .. limit - 1."""
+    if len(values) and not (int(values.min()) >= 0 and int(values.max()) < limit):
+        raise ValueError(f"step with a {what} outside 0 .. {limit - 1}: {values.min()} .. {values.max()}")

@@ -9,7 +9,9 @@ but here a rounding difference moves no token to another place, and rows without
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,11 @@ class Draw(NamedTuple):
     top_p: float  # > 0
     min_p: float  # < 1
     uniform: float  # in [0, 1)
+
+
+def pack_draws(draws: Sequence[Draw]) -> array[float]:
+    """As the C entry points take them."""
+    return array("d", chain.from_iterable(draws))
 
 
 _Method = Callable[[torch.Tensor, Sequence[Draw]], torch.Tensor]

@@ -1,4 +1,4 @@
-"""A whole step in one call of C++: all layers, from the embedded rows to the logits.
+"""A whole step in one call of C++, from its message to logits and drawn ids.
 
 Gives the same bits as the operators called one by one, and keeps no weights of its own: it holds the packed
 linears and norms of the decoder and hands their addresses over.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
+from collections.abc import Sequence
 from ctypes import c_double, c_long, c_void_p
+from typing import NoReturn
 
 import torch
 
-from workers.kernels.arguments import check_batch, check_turn
-from workers.kernels.batch import StepBatch
-from workers.kernels.interface import PackedLinear, StepLayer, StepModel
+from workers.kernels.batch import build_batch
+from workers.kernels.draw import Draw, pack_draws
+from workers.kernels.interface import Drawn, PackedLinear, StepLayer, StepModel, Turn
 from workers.kernels.library import Library
 from workers.kernels.memory import huge_bytes
 from workers.kernels.packed import NativeLinear, PackedWeights
+from workers.kernels.step_message import StepMessage, header_of, unpack
 
 MAX_KEPT_ROWS = 128  # of logits; more, as scores of a prompt need, are allocated anew
+_ANY_POSITION = 1 << 31  # where nothing turns, a context ends with the pool
 
 
 class LayerWeights(ctypes.Structure):
@@ -43,8 +48,14 @@ class Model(ctypes.Structure):
     """As in cpu/step.h."""
 
     _fields_ = [
-        *[(name, c_long) for name in ("hidden", "heads", "kv_heads", "d", "inner", "num_layers", "vocab")],
+        *[
+            (name, c_long)
+            for name in ("hidden", "heads", "kv_heads", "d", "inner", "num_layers", "vocab_size")
+        ],
         ("eps", c_double),
+        ("embedding", c_void_p),
+        ("first_id", c_long),
+        ("num_ids", c_long),
         ("layers", ctypes.POINTER(LayerWeights)),
         ("final_norm", c_void_p),
         ("head", PackedWeights),
@@ -56,22 +67,18 @@ class StepInput(ctypes.Structure):
     """As in cpu/step.h."""
 
     _fields_ = [
-        ("residual", c_void_p),
-        ("tokens", c_long),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("num_positions", c_long),
         ("half", c_long),
-        ("slots", c_void_p),
-        ("query_starts", c_void_p),
-        ("context_lens", c_void_p),
-        ("tables", c_void_p),
-        ("num_sequences", c_long),
-        ("table_width", c_long),
         ("pool", c_void_p),
-        *[(name, c_long) for name in ("block_stride", "head_stride", "layer_stride", "block_size")],
-        ("logit_rows", c_void_p),
-        ("num_logits", c_long),
+        *[
+            (name, c_long)
+            for name in ("num_blocks", "block_stride", "head_stride", "layer_stride", "block_size")
+        ],
         ("logits", c_void_p),
+        ("draws", c_void_p),
+        ("ids", c_void_p),
     ]
 
 
@@ -92,64 +99,80 @@ class NativeStep:
             d=model.head_dim,
             inner=_native(first.down).in_features,
             num_layers=len(model.layers),
-            vocab=self._vocab,
+            vocab_size=model.vocab_size,
             eps=model.norm_eps,
+            embedding=_address(model.embedding),
+            first_id=model.first_id,
+            num_ids=model.embedding.shape[0],
             layers=self._layers,
-            final_norm=_norm(model.final_norm),
+            final_norm=_address(model.final_norm),
             head=_native(model.head).weights(),
             collective=None if model.collective is None else model.collective.address,
         )
         self._logits = torch.empty((0, self._vocab), dtype=torch.float32)
+        self._inputs = StepInput()
+        self._kv: torch.Tensor | None = None
+        self._turn: Turn | None = None
         self._scratch: int = library.step_scratch()
         # Not at exit: a thread that ends with the process may still be inside a step.
         weakref.finalize(self, library.free_step_scratch, self._scratch).atexit = False
 
     def __call__(
-        self,
-        residual: torch.Tensor,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        batch: StepBatch,
-        kv: torch.Tensor,
-    ) -> torch.Tensor:
-        assert residual.is_contiguous() and residual.dtype == kv.dtype == torch.bfloat16
-        assert residual.shape[1] == self._shape.hidden, (residual.shape, self._shape.hidden)
-        check_batch(batch, residual.shape[0])
-        check_turn(cos, sin, residual.shape[0], self._shape.d)
-        num_logits = batch.logit_rows.shape[0]
+        self, message: StepMessage, turn: Turn | None, kv: torch.Tensor, draws: Sequence[Draw] = ()
+    ) -> Drawn:
+        header = header_of(message)
+        num_logits = header.num_logit_rows
         logits = self._space_for(num_logits)
-        half = 0
-        if cos is not None and sin is not None:
-            cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[-1]
-        if residual.shape[0] == 0:
-            return logits
-        inputs = StepInput(
-            residual=residual.data_ptr(),
-            tokens=residual.shape[0],
-            cos=None if cos is None else cos.data_ptr(),
-            sin=None if sin is None else sin.data_ptr(),
-            half=half,
-            slots=batch.slots.data_ptr(),
-            query_starts=batch.query_starts.data_ptr(),
-            context_lens=batch.context_lens.data_ptr(),
-            tables=batch.block_tables.data_ptr(),
-            num_sequences=batch.context_lens.shape[0],
-            table_width=batch.block_tables.shape[1],
-            pool=kv.data_ptr(),
-            block_stride=kv.stride(0),
-            head_stride=kv.stride(1),
-            layer_stride=kv.stride(2),
-            block_size=kv.shape[4],
-            logit_rows=batch.logit_rows.data_ptr(),
-            num_logits=num_logits,
-            logits=logits.data_ptr(),
+        if header.num_tokens == 0:
+            return Drawn(logits, [])
+        if kv is not self._kv or turn is not self._turn:
+            self._bind(turn, kv)
+        assert len(draws) in (0, num_logits), f"{len(draws)} draws for {num_logits} rows"
+        how, ids = pack_draws(draws), array("q", bytes(8 * len(draws)))
+        inputs = self._inputs
+        inputs.logits = logits.data_ptr()
+        inputs.draws = how.buffer_info()[0] if draws else None
+        inputs.ids = ids.buffer_info()[0]
+        is_done = self._library.step(
+            *(ctypes.addressof(self._shape), ctypes.addressof(inputs), message, len(message) // 4),
+            *(self._scratch, torch.get_num_threads()),
         )
-        self._library.step(
-            ctypes.addressof(self._shape), ctypes.addressof(inputs), self._scratch, torch.get_num_threads()
-        )
+        if not is_done:
+            self._refuse(message)
         if self._model.collective is not None:
             self._model.collective.check()
-        return logits
+        return Drawn(logits, ids.tolist())
+
+    def _bind(self, turn: Turn | None, kv: torch.Tensor) -> None:
+        """Has the next steps use these; mostly they are those of the step before."""
+        assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), (kv.dtype, kv.stride())
+        self._kv, self._turn, inputs = kv, turn, self._inputs
+        inputs.pool, inputs.num_blocks, inputs.block_size = kv.data_ptr(), kv.shape[0], kv.shape[4]
+        inputs.block_stride, inputs.head_stride, inputs.layer_stride = kv.stride()[:3]
+        if turn is None:
+            inputs.cos, inputs.sin, inputs.num_positions, inputs.half = None, None, _ANY_POSITION, 0
+            return
+        cos, sin = turn
+        assert cos.dtype == sin.dtype == torch.float32, (cos.dtype, sin.dtype)
+        assert cos.shape == sin.shape and 2 * cos.shape[1] <= self._shape.d, (cos.shape, sin.shape)
+        assert cos.is_contiguous() and sin.is_contiguous(), (cos.stride(), sin.stride())
+        inputs.cos, inputs.sin = cos.data_ptr(), sin.data_ptr()
+        inputs.num_positions, inputs.half = cos.shape
+
+    def _refuse(self, message: StepMessage) -> NoReturn:
+        """Raises ValueError that says what is wrong."""
+        inputs = self._inputs
+        batch = build_batch(
+            unpack(message),
+            block_size=inputs.block_size,
+            num_blocks=inputs.num_blocks,
+            vocab_size=self._model.vocab_size,
+            device=torch.device("cpu"),
+        )
+        raise ValueError(
+            f"step with a context of {batch.max_context_len} tokens, turns are known up to "
+            f"{inputs.num_positions}"
+        )
 
     def _space_for(self, num_logits: int) -> torch.Tensor:
         """Rows for logits, mostly those of the step before: new memory costs a page fault every 4 KiB."""
@@ -175,12 +198,12 @@ def can_fuse(library: Library, model: StepModel, dtype: torch.dtype) -> bool:
 
 def _layer(layer: StepLayer) -> LayerWeights:
     return LayerWeights(
-        attention_norm=_norm(layer.attention_norm),
+        attention_norm=_address(layer.attention_norm),
         qkv=_native(layer.qkv).weights(),
-        query_norm=None if layer.query_norm is None else _norm(layer.query_norm),
-        key_norm=None if layer.key_norm is None else _norm(layer.key_norm),
+        query_norm=None if layer.query_norm is None else _address(layer.query_norm),
+        key_norm=None if layer.key_norm is None else _address(layer.key_norm),
         output=_native(layer.output).weights(),
-        mlp_norm=_norm(layer.mlp_norm),
+        mlp_norm=_address(layer.mlp_norm),
         up=_native(layer.up).weights(),
         down=_native(layer.down).weights(),
         window=layer.sliding_window or 0,
@@ -188,7 +211,7 @@ def _layer(layer: StepLayer) -> LayerWeights:
     )
 
 
-def _norm(weight: torch.Tensor) -> int:
+def _address(weight: torch.Tensor) -> int:
     assert weight.dtype == torch.bfloat16 and weight.is_contiguous(), (weight.dtype, weight.stride())
     return weight.data_ptr()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +19,9 @@ from workers.kernels.batch import StepBatch
 from workers.kernels.collective import SharedCollective
 from workers.kernels.draw import Draw
 from workers.kernels.quantized import Quantization
+from workers.kernels.step_message import StepMessage
+
+Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, both (positions, half) float32
 
 
 class PackedLinear(Protocol):
@@ -45,8 +48,11 @@ class StepLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """All that follows the embedding, as one rank holds it."""
+    """A decoder, as one rank holds it."""
 
+    embedding: torch.Tensor  # (ids of this rank, hidden)
+    first_id: int  # of those
+    vocab_size: int  # of all ranks
     layers: tuple[StepLayer, ...]
     final_norm: torch.Tensor
     head: PackedLinear  # hidden -> vocabulary of this rank, float32
@@ -54,24 +60,27 @@ class StepModel:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    collective: SharedCollective | None = None  # adds up `output` and `down` over the ranks; None: one rank
+    collective: SharedCollective | None = None  # adds up embedding, `output` and `down`; None: one rank
+
+
+class Drawn(NamedTuple):
+    """What a step leaves."""
+
+    logits: torch.Tensor  # (R, vocabulary) float32, valid until the next step
+    ids: list[int]  # one a row, or none when no draws were asked for
 
 
 class FusedStep(Protocol):
-    """Runs all layers of a step in one call."""
+    """Runs a whole step in one call."""
 
     def __call__(
-        self,
-        residual: torch.Tensor,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        batch: StepBatch,
-        kv: torch.Tensor,
-    ) -> torch.Tensor:
-        """residual (T, hidden): embedded rows, overwritten; kv: the pool.
+        self, message: StepMessage, turn: Turn | None, kv: torch.Tensor, draws: Sequence[Draw] = ()
+    ) -> Drawn:
+        """turn: by position, at least up to the longest context, None: nothing turns; kv: the pool.
 
-        Logits (R, vocab) float32, valid until the next call. Several ranks: their parts of heads and vocab;
-        raises CollectiveFailed when one does not come.
+        draws: one a logit row, or none; as `Kernels.draw` with `only_finite`. Several ranks have their parts
+        of heads and vocabulary; raises CollectiveFailed when one does not come. Raises ValueError for a
+        message that is damaged or has an index outside of pool, vocabulary or `turn`.
         """
         ...
 

@@ -64,7 +64,7 @@ class Library:
             self.packed_bytes = entry("packed_bytes", FLAG, SIZE, SIZE, returns=SIZE)
             self.pack = entry("pack", FLAG, POINTER, SIZE, SIZE, POINTER, FLAG)
             self.linear = entry("linear", POINTER, POINTER, SIZE, SIZE, POINTER, FLAG, FLAG)
-            self.step = entry("step", POINTER, POINTER, POINTER, FLAG)
+            self.step = entry("step", POINTER, POINTER, POINTER, SIZE, POINTER, FLAG, returns=FLAG)
             self.step_scratch = entry("step_scratch", returns=POINTER)
             self.free_step_scratch = entry("free_step_scratch", POINTER)
         if self.has_quantized:  # where it has AVX512-BF16

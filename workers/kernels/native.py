@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 
 from workers.kernels.arguments import check_batch, check_caches, check_turn
 from workers.kernels.batch import StepBatch
-from workers.kernels.draw import Draw
+from workers.kernels.draw import Draw, pack_draws
 from workers.kernels.fused import NativeStep, can_fuse
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
 from workers.kernels.library import DTYPES, Library
@@ -176,7 +175,7 @@ class CpuKernels:
     def draw(self, logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool = False) -> list[int]:
         logits = _float_rows(logits)
         assert len(draws) == logits.shape[0], (len(draws), logits.shape)
-        rows = array("d", chain.from_iterable(draws))  # as Draw in cpu/draw.h
+        rows = pack_draws(draws)
         ids = array("q", bytes(8 * len(draws)))
         if draws:
             self._library.draw(

@@ -7,10 +7,24 @@ fused into the norm that follows it. After the last attention only the rows whos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from workers.kernels import Kernels, Quantization, StepBatch, kernels_for
+from workers.kernels import (
+    Draw,
+    Drawn,
+    Kernels,
+    Quantization,
+    StepBatch,
+    StepMessage,
+    Turn,
+    build_batch,
+    header_of,
+    kernels_for,
+    unpack,
+)
 from workers.model.architecture import Activation, ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.fused import fuse
@@ -40,7 +54,7 @@ def load_decoder(
 
 
 class Decoder:
-    """Runs steps of one model on one rank. All ranks of a group call `forward` with equal batches."""
+    """Runs steps of one model on one rank. All ranks of a group call `forward` with equal messages."""
 
     def __init__(
         self, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, parallel: TensorParallel
@@ -52,26 +66,49 @@ class Decoder:
         self.kernels = kernels
         self._fused = fuse(spec, weights, kernels, parallel)
         self._is_first_rank = parallel.rank == 0
+        self._is_alone = parallel.size == 1
+
+    def forward(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw] = ()) -> Drawn | None:
+        """Computes the rows of a step, writes their keys and values; on rank 0 returns logits and drawn ids.
+
+        kv: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim). draws: one a logit row, or
+        none; as `Kernels.draw` with `only_finite`; other ranks have none. Raises ValueError for a message
+        that is damaged or has an index outside of pool or vocabulary.
+        """
+        rotary = self._weights.rotary
+        if self._fused is not None:
+            turn = None if rotary is None else rotary.table(header_of(message).longest_context)
+            if turn is not None or rotary is None:
+                if self._is_alone:
+                    return self._fused(message, turn, kv, draws)
+                return self._draw(self._weights.head.gather(self._fused(message, turn, kv).logits), draws)
+        batch = build_batch(
+            unpack(message),
+            block_size=kv.shape[4],
+            num_blocks=kv.shape[0],
+            vocab_size=self.spec.vocab_size,
+            device=kv.device,
+        )
+        return self._draw(self._one_by_one(batch, kv), draws)
+
+    def _draw(self, logits: torch.Tensor | None, draws: Sequence[Draw]) -> Drawn | None:
+        if logits is None:
+            return None
+        return Drawn(logits, self.kernels.draw(logits, draws, only_finite=True) if draws else [])
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor | None:
-        """Computes the rows of a step, writes their keys and values, returns logits (R, vocabulary) float32.
-
-        kv: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim). Logits come on rank 0 only
-        and are valid until the next call.
-        """
+    def _one_by_one(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor | None:
+        """The step operator by operator."""
         weights, rows = self._weights, batch.logit_rows
         residual = weights.embedding(batch.token_ids)  # (T, hidden)
         if weights.positions is not None:
             residual = residual + F.embedding(batch.positions, weights.positions)
-        cos, sin = weights.rotary.rows(batch) if weights.rotary is not None else (None, None)
-        if self._fused is not None:
-            return weights.head.gather(self._fused(residual, cos, sin, batch, kv))
+        turn = weights.rotary.rows(batch) if weights.rotary is not None else None
         keys, values = kv[:, :, :, 0].unbind(2), kv[:, :, :, 1].unbind(2)
         normed = weights.layers[0].attention_norm(residual)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            attended = self._attend(layer, normed, (cos, sin), batch, (keys[index], values[index]))
+            attended = self._attend(layer, normed, turn, batch, (keys[index], values[index]))
             if index == last:
                 if rows.shape[0] == 0:
                     return self._no_logits(residual)
@@ -88,7 +125,7 @@ class Decoder:
         self,
         layer: Layer,
         normed: torch.Tensor,
-        turn: tuple[torch.Tensor | None, torch.Tensor | None],
+        turn: Turn | None,
         batch: StepBatch,
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
@@ -100,7 +137,8 @@ class Decoder:
         if layer.query_norm is not None and layer.key_norm is not None:
             q = self.kernels.rms_norm(q, layer.query_norm, self.spec.norm_eps)
             k = self.kernels.rms_norm(k, layer.key_norm, self.spec.norm_eps)
-        q = self.kernels.rotary_and_write(q, k, v, *turn, batch, *cache)
+        cos, sin = turn or (None, None)
+        q = self.kernels.rotary_and_write(q, k, v, cos, sin, batch, *cache)
         attended = self.kernels.paged_attention(q, *cache, batch, layer.scale, layer.sliding_window)
         return attended.reshape(rows, heads * head_dim)
 

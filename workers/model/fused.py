@@ -17,10 +17,14 @@ def fuse(
     rank whose part has no fused form (an odd number of columns) meets the others in the same sums.
     """
     is_llama_like = spec.norm is NormKind.RMS and spec.gated_mlp and spec.activation is Activation.SILU
+    is_llama_like &= weights.positions is None
     if not is_llama_like or (parallel.size > 1 and parallel.shared is None):
         return None
     return kernels.fuse(
         StepModel(
+            embedding=weights.embedding.weight,
+            first_id=weights.embedding.first_id,
+            vocab_size=spec.vocab_size,
             layers=tuple(map(_layer, weights.layers)),
             final_norm=weights.final_norm.weight,
             head=weights.head.linear,

@@ -80,6 +80,15 @@ class VocabParallelEmbedding:
         self._vocab = vocab
         self._parallel = parallel
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The part of this rank, (ids, hidden), beginning with `first_id`."""
+        return self._weight
+
+    @property
+    def first_id(self) -> int:
+        return self._vocab.start
+
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids (T,) -> (T, hidden), equal on all ranks."""
         if self._parallel.size == 1:

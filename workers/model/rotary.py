@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al. 2021): cosines and sines of a step's rows, in float32.
+"""Rotary position embedding (Su et al. 2021): cosines and sines in float32, for all layers of a step.
 
-Computed once a step for all layers, directly from the positions: there is no table whose length could be
-exceeded, and any stretching is only a different vector of frequencies.
+Any stretching is only a different vector of frequencies. The table of all positions grows with the longest
+context that has been seen: there is no length that could be exceeded.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import math
 
 import torch
 
-from workers.kernels import StepBatch
+from workers.kernels import StepBatch, Turn
 from workers.model.architecture import RotaryKind, RotarySpec
+
+_FIRST_POSITIONS = 1024  # of the table
 
 
 class Rotary:
@@ -25,14 +27,32 @@ class Rotary:
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
         self._spec = spec
         self._frequencies = frequencies(spec).to(device)  # (dim / 2,)
+        self._table = self._turn(torch.arange(_FIRST_POSITIONS, device=device)[:, None] * self._frequencies)
 
-    def rows(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def table(self, longest_context: int) -> Turn | None:
+        """(cos, sin) by position, both (at least `longest_context`, dim / 2), valid for good.
+
+        None where a row turns by more than its position: then only `rows` knows.
+        """
+        if self._depends_on_length(longest_context):
+            return None
+        known = self._table[0].shape[0]
+        if longest_context > known:
+            positions = torch.arange(max(longest_context, 2 * known), device=self._frequencies.device)
+            self._table = self._turn(positions[:, None] * self._frequencies)
+        return self._table
+
+    def rows(self, batch: StepBatch) -> Turn:
         """(cos, sin), both (T, dim / 2) float32."""
         positions = batch.positions[:, None].float()
-        if self._spec.kind is RotaryKind.DYNAMIC and batch.max_context_len > self._spec.trained_positions:
-            angles = positions * self._dynamic_frequencies(batch)
-        else:
-            angles = positions * self._frequencies
+        if self._depends_on_length(batch.max_context_len):
+            return self._turn(positions * self._dynamic_frequencies(batch))
+        return self._turn(positions * self._frequencies)
+
+    def _depends_on_length(self, longest_context: int) -> bool:
+        return self._spec.kind is RotaryKind.DYNAMIC and longest_context > self._spec.trained_positions
+
+    def _turn(self, angles: torch.Tensor) -> Turn:
         cos, sin = angles.cos(), angles.sin()
         if self._spec.attention_factor != 1.0:
             cos, sin = cos * self._spec.attention_factor, sin * self._spec.attention_factor

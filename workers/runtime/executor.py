@@ -8,16 +8,14 @@ rank 0 alone, leaves them in step: it goes to the engine, which finds the reques
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
+from collections.abc import Callable, Sequence
 
 from workers.engine.step import StepPlan, StepResult
-from workers.kernels import Kernels
+from workers.kernels import MAX_LOGIT_ROWS, Draw, Drawn, StepMessage, passes
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.results import ResultBuilder
 from workers.runtime.runner import ModelRunner
-from workers.runtime.step_codec import StepArrays, arrays_of, encode
+from workers.runtime.step_codec import encode
 
 _EXPLAIN_WAIT_S = 1.0  # for the watchdog to find out who died
 
@@ -38,8 +36,8 @@ class LocalExecutor:
         return self._runner.num_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
-        arrays = arrays_of(plan, self._runner.block_size)
-        return _compute(self._runner.run, plan, arrays, self._runner.kernels)
+        message = encode(plan, self._runner.block_size)
+        return _compute(self._runner.run, message, ResultBuilder(plan, self._runner.kernels))
 
     def close(self) -> None:
         """Nothing to end: the process holds all there is."""
@@ -63,32 +61,35 @@ class GroupExecutor:
         return self._runner.num_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
-        arrays = arrays_of(plan, self._runner.block_size)
-        self._link.send_step(encode(arrays))
-        return _compute(self._run, plan, arrays, self._runner.kernels)
+        message = encode(plan, self._runner.block_size)
+        builder = ResultBuilder(plan, self._runner.kernels)  # first: what raises here reaches no follower
+        self._link.send_step(message)
+        return _compute(self._run, message, builder)
 
     def close(self) -> None:
         self._on_close()
 
-    def _run(self, part: StepArrays) -> torch.Tensor | None:
+    def _run(self, part: StepMessage, draws: Sequence[Draw]) -> Drawn | None:
         try:
-            return self._runner.run(part)
+            return self._runner.run(part, draws)
         except Exception as error:
             raise self._link.explain(error, _EXPLAIN_WAIT_S) from error
 
 
 def _compute(
-    run: Callable[[StepArrays], torch.Tensor | None], plan: StepPlan, arrays: StepArrays, kernels: Kernels
+    run: Callable[[StepMessage, Sequence[Draw]], Drawn | None], message: StepMessage, builder: ResultBuilder
 ) -> StepResult:
     """Runs all passes, also after a fault in the results of one: the other ranks run them too."""
-    builder = ResultBuilder(plan, kernels)
     fault: Exception | None = None
-    for part in arrays.passes():
-        logits = run(part)
-        assert logits is not None, "rank 0 gets the logits"
+    first = 0
+    for part in passes(message):
+        draws = builder.draws[first : first + MAX_LOGIT_ROWS]
+        first += len(draws)
+        drawn = run(part, draws)
+        assert drawn is not None, "rank 0 gets the logits"
         if fault is None:
             try:
-                builder.take(logits)
+                builder.take(drawn)
             except Exception as error:
                 fault = error
     if fault is not None:

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from workers.config import GroupConfig
 from workers.engine.step import Executor, GroupFailed, SampleTask, SequenceSlice, StepPlan
+from workers.kernels import StepMessage, passes
 from workers.model.parallel import TensorParallel
 from workers.runtime import shared_memory
 from workers.runtime.agreement import (
@@ -43,7 +44,6 @@ from workers.runtime.leader_link import LeaderLink
 from workers.runtime.process_group import ProcessGroup, connect_store, open_store
 from workers.runtime.rank_model import RankFacts, RankModel
 from workers.runtime.runner import ModelRunner
-from workers.runtime.step_codec import decode
 from workers.types import SamplingParams
 
 EXIT_CODE = 70
@@ -244,7 +244,7 @@ class Follower:
         assert self._link is not None and self._runner is not None, "load() first"
         for body in self._link.steps():
             try:
-                for part in decode(body).passes():
+                for part in passes(StepMessage(body)):
                     self._runner.run(part)
             except Exception as error:
                 self._link.report_fault(f"{type(error).__name__}: {error}")

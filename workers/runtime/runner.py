@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 
-from workers.kernels import Kernels
+from workers.kernels import Draw, Drawn, Kernels, StepMessage, check_range, header_of, unpack
 from workers.model.decoder import Decoder
-from workers.runtime.batch import build_batch, check_range
-from workers.runtime.step_codec import StepArrays
 
 
 class ModelRunner:
-    """Owns decoder and pool of this rank. All ranks of a group run the same arrays in the same order."""
+    """Owns decoder and pool of this rank. All ranks of a group run the same messages in the same order."""
 
     def __init__(self, decoder: Decoder, pool: torch.Tensor, device: torch.device) -> None:
         """pool: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim)."""
@@ -42,16 +41,10 @@ class ModelRunner:
         """The pool itself, not a copy: transfers read and write blocks that no step is using."""
         return self._pool
 
-    def run(self, arrays: StepArrays) -> torch.Tensor | None:
-        """Logits (R, vocabulary) float32 on rank 0, None elsewhere."""
-        if len(arrays.zero_blocks):
-            check_range("block to zero", arrays.zero_blocks, self.num_blocks)
-            self._pool[torch.from_numpy(arrays.zero_blocks.astype(np.int64)).to(self._device)] = 0
-        batch = build_batch(
-            arrays,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            vocab_size=self._decoder.spec.vocab_size,
-            device=self._device,
-        )
-        return self._decoder.forward(batch, self._pool)
+    def run(self, message: StepMessage, draws: Sequence[Draw] = ()) -> Drawn | None:
+        """As `Decoder.forward`, after the blocks that are to be zero have become so."""
+        if header_of(message).num_zero_blocks:
+            zero_blocks = unpack(message).zero_blocks
+            check_range("block to zero", zero_blocks, self.num_blocks)
+            self._pool[torch.tensor(zero_blocks.tolist(), device=self._device)] = 0
+        return self._decoder.forward(message, self._pool, draws)

@@ -1,4 +1,4 @@
-"""From logits to chosen tokens on rank 0: adjust, choose, score."""
+"""From logits to chosen tokens on rank 0: how to draw, and what is left to do when ids have been drawn."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from workers.runtime.philox import uniform
 from workers.types import SamplingParams, TokenLogprob
 
 GREEDY_BELOW = 1e-5  # temperature
-_BEST = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0)
+BEST = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0)
 
 
-def sample(logits: torch.Tensor, tasks: Sequence[SampleTask], kernels: Kernels) -> list[Sampled | None]:
-    """Chooses a token for every row of logits (R, V) float32; None for a row that is not finite.
+def sample(
+    logits: torch.Tensor, drawn: Sequence[int], tasks: Sequence[SampleTask], kernels: Kernels
+) -> list[Sampled | None]:
+    """The token of every row of logits (R, V) float32; None for a row that is not finite.
 
-    Reads logits only. The token of a row depends on that row and its task alone.
+    drawn: ids of the rows as `draw_of` says, before any penalty; NOT_FINITE where there is none. Reads logits
+    only. The token of a row depends on that row and its task alone.
     """
-    to_adjust = [row for row, task in enumerate(tasks) if is_adjusted(task)]
-    draws = [_draw(task) for task in tasks]
-    ids = kernels.draw(logits, draws, only_finite=True)  # of rows to adjust: only whether they are finite
-    for row in to_adjust:
-        if ids[row] != NOT_FINITE:
+    ids = list(drawn)
+    for row, task in enumerate(tasks):
+        if is_adjusted(task) and ids[row] != NOT_FINITE:
             changed = logits[row : row + 1].clone()
-            adjust(changed[0], tasks[row])
-            ids[row] = kernels.draw(changed, [draws[row]])[0]
+            adjust(changed[0], task)
+            ids[row] = kernels.draw(changed, [draw_of(task)])[0]
     logprobs = _logprobs(logits, tasks, ids)
     return [
         Sampled(token_id=token_id, logprob=logprobs.get(row)) if token_id != NOT_FINITE else None
@@ -44,10 +45,11 @@ def is_greedy(params: SamplingParams) -> bool:
     )
 
 
-def _draw(task: SampleTask) -> Draw:
+def draw_of(task: SampleTask) -> Draw:
+    """How its token is drawn."""
     params = task.params
     if is_greedy(params):
-        return _BEST
+        return BEST
     position = len(task.prompt_token_ids) + len(task.output_token_ids)
     return Draw(
         temperature=params.temperature,

@@ -6,7 +6,43 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels import StepBatch
+from workers.kernels import StepBatch, StepMessage, build_batch, pack_step, unpack
+
+
+def make_message(
+    sequences: Sequence[tuple[int, int]],
+    block_size: int,
+    num_blocks: int,
+    *,
+    seed: int = 0,
+    logit_rows: Sequence[int] = (),
+    vocab_size: int = 1,
+) -> StepMessage:
+    """A step of (tokens in the pool, tokens of this step) sequences; blocks scattered over the pool."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_blocks, generator=generator).tolist()
+    counts = [-(-(start + length) // block_size) for start, length in sequences]
+    lens = [length for _, length in sequences]
+    return pack_step(
+        lens=lens,
+        starts=[start for start, _ in sequences],
+        block_counts=counts,
+        token_ids=torch.randint(vocab_size, (sum(lens),), generator=generator).tolist(),
+        blocks=order[: sum(counts)],
+        logit_rows=logit_rows,
+        zero_blocks=(),
+    )
+
+
+def batch_of(message: StepMessage, block_size: int, num_blocks: int, vocab_size: int = 1) -> StepBatch:
+    """For the single operators."""
+    return build_batch(
+        unpack(message),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        vocab_size=vocab_size,
+        device=torch.device("cpu"),
+    )
 
 
 def make_batch(
@@ -16,29 +52,9 @@ def make_batch(
     seed: int = 0,
     logit_rows: Sequence[int] = (),
 ) -> StepBatch:
-    """A batch of (tokens in the pool, tokens of this step) sequences; blocks scattered over the pool."""
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
-    widths = [-(-(start + length) // block_size) for start, length in sequences]
-    tables = torch.zeros(len(sequences), max(widths, default=0), dtype=torch.int32)
-    positions, slots, query_starts = [], [], [0]
-    for s, (start, length) in enumerate(sequences):
-        blocks, order = order[: widths[s]], order[widths[s] :]
-        tables[s, : widths[s]] = torch.tensor(blocks, dtype=torch.int32)
-        at = range(start, start + length)
-        positions += at
-        slots += [blocks[p // block_size] * block_size + p % block_size for p in at]
-        query_starts.append(query_starts[-1] + length)
-    context_lens = [start + length for start, length in sequences]
-    return StepBatch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        query_starts=torch.tensor(query_starts, dtype=torch.int32),
-        context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        block_tables=tables,
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        max_context_len=max(context_lens, default=0),
-    )
+    """The batch of `make_message`."""
+    message = make_message(sequences, block_size, num_blocks, seed=seed, logit_rows=logit_rows)
+    return batch_of(message, block_size, num_blocks)
 
 
 def make_pool(

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import mmap
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.unit.kernels.batches import make_batch
+from tests.unit.kernels.batches import batch_of, make_message
 from tests.unit.kernels.builds import PACKED, build
 from workers.kernels import (
+    NOT_FINITE,
+    Draw,
     FusedStep,
     Kernels,
     PackedLinear,
     Quantization,
-    StepBatch,
     StepLayer,
+    StepMessage,
     StepModel,
+    Turn,
     kernels_for,
+    unpack,
 )
 from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
 from workers.kernels.native import CpuKernels
@@ -64,6 +69,9 @@ def make_model(
         for index in range(LAYERS)
     )
     return StepModel(
+        embedding=torch.randn(VOCAB, HIDDEN).to(dtype),
+        first_id=0,
+        vocab_size=VOCAB,
         layers=layers,
         final_norm=vector(HIDDEN),
         head=linear(VOCAB, HIDDEN, torch.float32),
@@ -74,15 +82,29 @@ def make_model(
     )
 
 
+def step_of(mix: list[tuple[int, int]], logit_rows: list[int]) -> StepMessage:
+    return make_message(mix, BLOCK_SIZE, NUM_BLOCKS, logit_rows=logit_rows, vocab_size=VOCAB)
+
+
+def turn_of(width: int, num_positions: int = 200) -> Turn:
+    angles = torch.rand(num_positions, width // 2) * 6
+    return angles.cos(), angles.sin()
+
+
 def one_by_one(
     kernels: Kernels,
     model: StepModel,
-    residual: torch.Tensor,
-    turn: tuple[torch.Tensor | None, torch.Tensor | None],
-    batch: StepBatch,
+    message: StepMessage,
+    turn: Turn | None,
     kv: torch.Tensor,
 ) -> torch.Tensor:
-    eps = model.norm_eps
+    eps, batch = model.norm_eps, batch_of(message, BLOCK_SIZE, NUM_BLOCKS, VOCAB)
+    cos, sin = (None, None) if turn is None else (each[batch.positions] for each in turn)
+    own_ids = batch.token_ids - model.first_id
+    is_own = (own_ids >= 0) & (own_ids < len(model.embedding))
+    residual = model.embedding[own_ids * is_own] * is_own[:, None]
+    if model.collective is not None:
+        model.collective.all_reduce(residual)
     normed = kernels.rms_norm(residual, model.layers[0].attention_norm, eps)
     for index, layer in enumerate(model.layers):
         caches = kv[:, :, index, 0], kv[:, :, index, 1]
@@ -90,7 +112,7 @@ def one_by_one(
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = kernels.rms_norm(q, layer.query_norm, eps), kernels.rms_norm(k, layer.key_norm, eps)
-        q = kernels.rotary_and_write(q, k, v, *turn, batch, *caches)
+        q = kernels.rotary_and_write(q, k, v, cos, sin, batch, *caches)
         attended = kernels.paged_attention(q, *caches, batch, layer.scale, layer.sliding_window)
         mixed = layer.output(attended.flatten(1))
         if model.collective is not None:
@@ -128,18 +150,15 @@ def test_equal_bits(
     model = make_model(kernels, torch.bfloat16, bias=bias, head_norm=head_norm)
     step = kernels.fuse(model)
     assert step is not None
-    batch = make_batch(mix, BLOCK_SIZE, NUM_BLOCKS, logit_rows=logit_rows)
-    tokens = batch.positions.shape[0]
-    residual = torch.randn(tokens, HIDDEN).bfloat16()
-    angles = None if rotary is None else torch.rand(tokens, rotary // 2) * 6
-    turn = (None, None) if angles is None else (angles.cos(), angles.sin())
+    message = step_of(mix, logit_rows)
+    turn = None if rotary is None else turn_of(rotary)
     kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
     kv_fused = kv.clone()
-    wanted = one_by_one(kernels, model, residual.clone(), turn, batch, kv)
-    assert torch.equal(step(residual.clone(), *turn, batch, kv_fused), wanted)
+    wanted = one_by_one(kernels, model, message, turn, kv)
+    assert torch.equal(step(message, turn, kv_fused).logits, wanted)
     assert torch.equal(kv_fused, kv)
     assert wanted.shape == (len(logit_rows), VOCAB) and wanted.dtype == torch.float32
-    assert torch.equal(step(residual.clone(), *turn, batch, kv_fused), wanted)  # buffers are used again
+    assert torch.equal(step(message, turn, kv_fused).logits, wanted)  # buffers are used again
 
 
 @pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4], ids=str)
@@ -158,14 +177,11 @@ def test_equal_bits_quantized(
     model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, quantization=quantization)
     step = kernels.fuse(model)
     assert step is not None
-    batch = make_batch(mix, BLOCK_SIZE, NUM_BLOCKS, logit_rows=logit_rows)
-    tokens = batch.positions.shape[0]
-    residual, angles = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, 12) * 6
-    turn = (angles.cos(), angles.sin())
+    message, turn = step_of(mix, logit_rows), turn_of(DIM)
     kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
     kv_fused = kv.clone()
-    wanted = one_by_one(kernels, model, residual.clone(), turn, batch, kv)
-    assert torch.equal(step(residual.clone(), *turn, batch, kv_fused), wanted)
+    wanted = one_by_one(kernels, model, message, turn, kv)
+    assert torch.equal(step(message, turn, kv_fused).logits, wanted)
     assert torch.equal(kv_fused, kv)
 
 
@@ -174,13 +190,12 @@ def test_two_threads_give_the_bits_of_one(kernels: Kernels, quantization: Quanti
     model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, quantization=quantization)
     step = kernels.fuse(model)
     assert step is not None
-    batch = make_batch([(0, 120), (9, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[119, 120])
-    residual, angles = torch.randn(121, HIDDEN).bfloat16(), torch.rand(121, 12)
+    message, turn = step_of([(0, 120), (9, 1)], [119, 120]), turn_of(DIM)
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
-        found.append((step(residual.clone(), angles.cos(), angles.sin(), batch, kv).clone(), kv))
+        found.append((step(message, turn, kv).logits.clone(), kv))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
@@ -188,25 +203,45 @@ def test_two_threads_give_the_bits_of_one(kernels: Kernels, quantization: Quanti
 def test_logits_of_one_step_after_another(kernels: Kernels, rows: list[int]) -> None:
     step = kernels.fuse(make_model(kernels, torch.bfloat16, bias=True, head_norm=True))
     assert step is not None
-    residual = torch.randn(8, HIDDEN).bfloat16()
     kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
-    everything = make_batch([(0, 8)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=list(range(8)))
-    some = make_batch([(0, 8)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=rows)
-    wanted = step(residual.clone(), None, None, everything, kv).clone()
-    assert torch.equal(step(residual.clone(), None, None, some, kv), wanted[rows])
-    assert torch.equal(step(residual.clone(), None, None, everything, kv), wanted)
+    everything = step_of([(0, 8)], list(range(8)))
+    some = step_of([(0, 8)], rows)
+    wanted = step(everything, None, kv).logits.clone()
+    assert torch.equal(step(some, None, kv).logits, wanted[rows])
+    assert torch.equal(step(everything, None, kv).logits, wanted)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ids_are_drawn_as_from_the_logits(kernels: Kernels, threads: int) -> None:
+    torch.set_num_threads(threads)
+    model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True)
+    step = kernels.fuse(model)
+    assert step is not None
+    draws = [
+        Draw(temperature=temperature, top_k=top_k, top_p=1.0, min_p=0.0, uniform=uniform)
+        for temperature, top_k, uniform in ((0.0, 0, 0.0), (1.0, 0, 0.3), (0.7, 9, 0.9), (2.0, 0, 0.5))
+    ]
+    message = step_of([(70, 1), (3, 2), (64, 1)], [0, 1, 2, 3])
+    kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    for _ in range(2):
+        logits, ids = step(message, None, kv, draws)
+        assert ids == kernels.draw(logits, draws) and len(set(ids)) > 1
+    model.embedding[unpack(message).token_ids[1]] = torch.nan
+    ids = step(message, None, kv.clone(), draws).ids
+    assert ids[1:3] == [NOT_FINITE] * 2 and ids[0] >= 0 and ids[3] >= 0
+    assert step(message, None, kv).ids == []
 
 
 def test_two_models_step_at_the_same_time(kernels: Kernels) -> None:
     torch.set_num_threads(2)
     model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True)
-    batch = make_batch([(0, 20), (9, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[19, 20])
-    residual, kv = torch.randn(21, HIDDEN).bfloat16(), torch.randn(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
+    message = step_of([(0, 20), (9, 1)], [19, 20])
+    kv = torch.randn(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
 
     def steps(step: FusedStep) -> list[torch.Tensor]:
         torch.set_num_threads(2)
         own_kv = kv.clone()
-        return [step(residual.clone(), None, None, batch, own_kv).clone() for _ in range(30)]
+        return [step(message, None, own_kv).logits.clone() for _ in range(30)]
 
     fused = [kernels.fuse(model), kernels.fuse(model)]
     with ThreadPoolExecutor(2) as pool:
@@ -223,22 +258,21 @@ def test_ranks_add_up_inside_the_step(kernels: Kernels, threads: int) -> None:
     models = [
         replace(
             make_model(kernels, torch.bfloat16, bias=rank == 0, head_norm=False),
+            embedding=torch.randn(VOCAB // size, HIDDEN).bfloat16(),
+            first_id=rank * VOCAB // size,
             collective=SharedCollective(library, memory, rank=rank, size=size, timeout_s=timeout_s),
         )
         for rank in range(size)
     ]
-    batch = make_batch([(0, 120), (9, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[119, 120])
-    residual, kv = (
-        torch.randn(121, HIDDEN).bfloat16(),
-        torch.zeros(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16(),
-    )
+    message = step_of([(0, 120), (9, 1)], [119, 120])
+    kv = torch.zeros(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
 
     def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.set_num_threads(threads)
         step = kernels.fuse(models[rank])
         assert step is not None
-        fused = step(residual.clone(), None, None, batch, kv.clone())
-        return fused, one_by_one(kernels, models[rank], residual.clone(), (None, None), batch, kv.clone())
+        fused = step(message, None, kv.clone()).logits
+        return fused, one_by_one(kernels, models[rank], message, None, kv.clone())
 
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(run, range(size)))
@@ -255,10 +289,41 @@ def test_a_step_whose_peer_does_not_come_has_no_result(kernels: Kernels) -> None
         replace(make_model(kernels, torch.bfloat16, bias=False, head_norm=False), collective=alone)
     )
     assert step is not None
-    batch = make_batch([(0, 1)], BLOCK_SIZE, NUM_BLOCKS, logit_rows=[0])
     kv = torch.zeros(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
     with pytest.raises(CollectiveFailed, match=r"rank 1 did not come to a collective within 0.2 s"):
-        step(torch.randn(1, HIDDEN).bfloat16(), None, None, batch, kv)
+        step(step_of([(0, 1)], [0]), None, kv)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (0, 3, "integers"),  # number of slices
+        (5, 71, "add up"),  # longest context
+        (6, 2, "add up"),  # a length
+        (9, -1, "lengths"),  # a start
+        (12, VOCAB, r"token id outside 0 .. 299: \d+ .. 300"),
+        (12, -1, "token id outside"),
+        (14, NUM_BLOCKS, "block outside 0 .. 59"),
+        (14, -1, "block outside"),
+        (-1, 2, "logit row outside 0 .. 1: 0 .. 2"),
+    ],
+)
+def test_a_bad_message_is_refused_before_anything_is_computed(
+    kernels: Kernels, place: int, value: int, says: str
+) -> None:
+    step = kernels.fuse(make_model(kernels, torch.bfloat16, bias=False, head_norm=False))
+    assert step is not None
+    good = step_of([(69, 1), (3, 1)], [0, 1])
+    values = array("i", good)
+    values[place] = value
+    kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    with pytest.raises(ValueError, match=says):
+        step(StepMessage(values.tobytes()), None, kv)
+    with pytest.raises(ValueError, match="integers"):
+        step(StepMessage(good[:-4]), None, kv)
+    with pytest.raises(ValueError, match="a context of 70 tokens, turns are known up to 69"):
+        step(good, turn_of(DIM, num_positions=69), kv)
+    assert not kv.any()
 
 
 def test_cpus_without_packed_products_do_not_fuse() -> None:

@@ -56,4 +56,6 @@ def piece(
 
 def sample(logits: torch.Tensor, tasks: Sequence[SampleTask]) -> list[Sampled | None]:
     """The sampler over the kernels of this machine."""
-    return sampler.sample(logits, tasks, kernels_for(torch.device("cpu"), torch.float32))
+    kernels = kernels_for(torch.device("cpu"), torch.float32)
+    drawn = kernels.draw(logits, [sampler.draw_of(each) for each in tasks], only_finite=True)
+    return sampler.sample(logits, drawn, tasks, kernels)

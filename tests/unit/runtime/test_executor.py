@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -9,11 +10,10 @@ import torch
 
 from tests.unit.runtime.factories import piece, task
 from workers.engine.step import GroupFailed, StepPlan
-from workers.kernels import TorchKernels
+from workers.kernels import Draw, Drawn, StepMessage, TorchKernels, header_of
 from workers.runtime.executor import GroupExecutor
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.runner import ModelRunner
-from workers.runtime.step_codec import StepArrays
 
 VOCAB_SIZE = 8
 
@@ -29,13 +29,13 @@ class FakeRunner:
         self.num_passes = 0
         self._fault = fault
 
-    def run(self, arrays: StepArrays) -> torch.Tensor:
+    def run(self, message: StepMessage, draws: Sequence[Draw]) -> Drawn:
         self.num_passes += 1
         if self._fault is not None:
             raise self._fault
-        logits = torch.zeros(len(arrays.logit_rows), VOCAB_SIZE)
+        logits = torch.zeros(header_of(message).num_logit_rows, VOCAB_SIZE)
         logits[:, 5] = 1.0
-        return logits
+        return Drawn(logits, self.kernels.draw(logits, draws, only_finite=True))
 
 
 class FakeLink:

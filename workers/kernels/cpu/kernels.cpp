@@ -186,8 +186,8 @@ void tandem_pack_quantized(int format, const void* codes, const void* scales, co
 #endif
 StepScratch* tandem_step_scratch() { return new StepScratch; }
 void tandem_free_step_scratch(StepScratch* scratch) { delete scratch; }
-void tandem_step(const Model* model, const StepInput* input, StepScratch* scratch, int threads) {
-  run_step(*model, *input, *scratch, threads);
+int tandem_step(const Model* model, const StepInput* input, const int32_t* message, long ints, StepScratch* scratch, int threads) {
+  return run_step(*model, *input, message, ints, *scratch, threads);
 }
 #endif
 }

@@ -1,7 +1,7 @@
-// All layers of a step in one call: the operators of rows.h, linear.h and attend.h by one team, a barrier between
-// them; what several ranks add up goes through shared memory. For models with RMS norms and a gated SiLU MLP. Every
-// intermediate is rounded to bf16 where the operators called one by one would round it, so both ways give the same
-// bits.
+// A step in one call, from its message to logits and drawn ids: the operators of rows.h, linear.h, attend.h and draw.h
+// by one team, a barrier between them; what several ranks add up goes through shared memory. For models with RMS norms
+// and a gated SiLU MLP. Every intermediate is rounded to bf16 where the operators called one by one would round it, so
+// both ways give the same bits.
 #pragma once
 #include "linear.h"
 #ifdef HAS_PRODUCTS
@@ -13,6 +13,8 @@
 #include "attend.h"
 #include "barrier.h"
 #include "collective.h"
+#include "draw.h"
+#include "layout.h"
 #include "rows.h"
 
 // Mirrored by workers/kernels/fused.py; pointers may be null where a comment says so.
@@ -28,37 +30,36 @@ struct LayerWeights {
   double scale;
 };
 struct Model {
-  long hidden, heads, kv_heads, d, inner, num_layers, vocab;
+  long hidden, heads, kv_heads, d, inner, num_layers, vocab_size;
   double eps;
+  const bf16* embedding;  // rows of the ids first_id .. first_id + num_ids - 1; other ranks have the others
+  long first_id, num_ids;
   const LayerWeights* layers;
   const bf16* final_norm;
   PackedWeights head;
   Collective* collective;  // of the ranks that share the heads and inner columns; null for one rank
 };
 struct StepInput {
-  bf16* residual;  // (tokens, hidden), overwritten
-  long tokens;
-  const float *cos, *sin;  // (tokens, half)
-  long half;               // 0: nothing turns
-  const int64_t* slots;
-  const int32_t *query_starts, *context_lens, *tables;
-  long num_sequences, table_width;
-  bf16* pool;  // (blocks, kv heads, layers, 2, block_size, d), strides in elements
-  long block_stride, head_stride, layer_stride, block_size;
-  const int64_t* logit_rows;
-  long num_logits;
-  float* logits;  // (num_logits, vocab)
+  const float *cos, *sin;  // (num_positions, half)
+  long num_positions, half;  // half 0: nothing turns
+  bf16* pool;  // (num_blocks, kv heads, layers, 2, block_size, d), strides in elements
+  long num_blocks, block_stride, head_stride, layer_stride, block_size;
+  float* logits;  // (logit rows, columns of the head)
+  const Draw* draws;  // (logit rows); null: nothing is drawn
+  int64_t* ids;       // (logit rows): what was drawn, NOT_FINITE for rows with a NaN or an infinity
 };
 
 // Buffers that live as long as the model; they grow to the largest step.
 struct StepScratch {
-  std::vector<bf16> normed, qkv, attended, wide, mixed, kept;
+  StepLayout layout;
+  std::vector<bf16> residual, normed, qkv, attended, wide, mixed, kept;
   std::vector<char> prepared;  // rows for quantized weights, of one linear at a time
+  std::vector<DrawScratch> drawing;  // of each thread
   std::unique_ptr<std::atomic<long>[]> counters;
   long num_counters = 0;
   void fit(const Model& m, long tokens, long team) {
     auto grow = [](std::vector<bf16>& v, long n) { if (long(v.size()) < n) v.resize(n); };
-    grow(normed, tokens * m.hidden), grow(mixed, tokens * m.hidden), grow(kept, tokens * m.hidden);
+    grow(residual, tokens * m.hidden), grow(normed, tokens * m.hidden), grow(mixed, tokens * m.hidden), grow(kept, tokens * m.hidden);
     grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d);
     grow(attended, tokens * m.heads * m.d);
     grow(wide, tokens * 3 * m.inner);
@@ -66,6 +67,7 @@ struct StepScratch {
     for (const PackedWeights& w : {m.layers[0].qkv, m.layers[0].output, m.layers[0].up, m.layers[0].down, m.head})
       if (is_quantized(w)) row_bytes = std::max(row_bytes, input_bytes(w));
     if (prepared.size() < size_t(tokens) * row_bytes) prepared.resize(size_t(tokens) * row_bytes);
+    if (long(drawing.size()) < team) drawing.resize(team);
     const long wanted = (m.num_layers + 1) * 5 * team;
     if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
     for (long i = 0; i < num_counters; i++) counters[i].store(0, std::memory_order_relaxed);
@@ -76,11 +78,13 @@ struct StepScratch {
 class StepWalk {
  public:
   StepWalk(const Model& m, const StepInput& in, StepScratch& s, const std::vector<AttentionTask>& tasks, Barrier& together)
-      : m(m), in(in), s(s), tasks(tasks), together(together), row(std::max(m.hidden, m.inner)), attention(m.heads / m.kv_heads, m.d),
-        thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(in.tokens) {}
+      : m(m), in(in), s(s), at(s.layout), tasks(tasks), together(together), row(std::max(m.hidden, m.inner)), attention(m.heads / m.kv_heads, m.d),
+        thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(at.tokens) {}
 
   void run() {
-    bf16* residual = in.residual;
+    bf16* residual = s.residual.data();
+    each_row([&](long r) { embed(residual + r * m.hidden, r); });
+    if (!add_up(residual)) return;
     each_row([&](long r) { norm(residual + r * m.hidden, m.layers[0].attention_norm, r); });
     for (long l = 0; l < m.num_layers; l++) {
       const LayerWeights& w = m.layers[l];
@@ -89,12 +93,12 @@ class StepWalk {
       attend_all(w, l);
       const bf16* attended = s.attended.data();
       if (l + 1 == m.num_layers) {  // only rows whose logits are wanted go on
-        rows = in.num_logits;
+        rows = at.num_logits;
         each_row([&](long r) { keep(attended, residual, r); });
         attended = s.qkv.data(), residual = s.kept.data();
       }
       linear(w.output, attended, s.mixed.data());
-      if (!add_up()) return;
+      if (!add_up(s.mixed.data())) return;
       each_row([&](long r) { add_norm(residual, w.mlp_norm, r); });
       linear(w.up, s.normed.data(), s.wide.data());
       bf16* gated = s.wide.data() + rows * 2 * m.inner;
@@ -103,17 +107,21 @@ class StepWalk {
         silu_mul_row(gate, gate + m.inner, gated + r * m.inner, m.inner);
       });
       linear(w.down, gated, s.mixed.data());
-      if (!add_up()) return;
+      if (!add_up(s.mixed.data())) return;
       const bf16* following = l + 1 < m.num_layers ? m.layers[l + 1].attention_norm : m.final_norm;
       each_row([&](long r) { add_norm(residual, following, r); });
     }
     linear(m.head, s.normed.data(), in.logits);
+    const long columns = m.head.columns;
+    if (in.draws)
+      each_row([&](long r) { in.ids[r] = draw_id(in.logits + r * columns, columns, in.draws[r], true, s.drawing[thread]); });
   }
 
  private:
   const Model& m;
   const StepInput& in;
   StepScratch& s;
+  const StepLayout& at;
   const std::vector<AttentionTask>& tasks;
   Barrier& together;
   std::vector<float> row;
@@ -152,12 +160,18 @@ class StepWalk {
     each_row([&](long r) { prepare_row(w, x + r * w.k, s.prepared.data() + size_t(r) * bytes); });
     return s.prepared.data();
   }
-  // `mixed` becomes the sum over the ranks. False on all threads when that failed: then the step has no result.
-  bool add_up() {
+  // x (rows, hidden) becomes the sum over the ranks. False on all threads when that failed: then the step has no result.
+  bool add_up(bf16* x) {
     if (!m.collective) return true;
-    if (thread == 0) m.collective->all_reduce(s.mixed.data(), size_t(rows * m.hidden));
+    if (thread == 0) m.collective->all_reduce(x, size_t(rows * m.hidden));
     together.wait();
     return m.collective->failure() == 0;
+  }
+  // An id of another rank gives zeros: the sum over the ranks hands its row to all.
+  void embed(bf16* to, long r) const {
+    const long id = at.token_ids[r] - m.first_id;
+    if (id >= 0 && id < m.num_ids) memcpy(to, m.embedding + id * m.hidden, m.hidden * 2);
+    else std::fill(to, to + m.hidden, bf16());
   }
   void norm(const bf16* x, const bf16* weight, long r) {
     rms_norm_row(x, weight, float(m.eps), s.normed.data() + r * m.hidden, m.hidden, row.data());
@@ -167,7 +181,7 @@ class StepWalk {
                      s.normed.data() + r * m.hidden, m.hidden, row.data());
   }
   void keep(const bf16* attended, const bf16* residual, long r) {
-    const long from = in.logit_rows[r], width = m.heads * m.d;
+    const long from = at.logit_rows[r], width = m.heads * m.d;
     memcpy(s.qkv.data() + r * width, attended + from * width, width * 2);
     memcpy(s.kept.data() + r * m.hidden, residual + from * m.hidden, m.hidden * 2);
   }
@@ -182,19 +196,23 @@ class StepWalk {
     if (w.query_norm)
       for (long h = 0; h < m.heads + m.kv_heads; h++)
         rms_norm_row(q + h * m.d, h < m.heads ? w.query_norm : w.key_norm, float(m.eps), q + h * m.d, m.d, row.data());
-    rotate_and_write(q, k, v, in.cos + r * in.half, in.sin + r * in.half, in.half, m.heads, m.kv_heads, m.d, in.slots[r], cache(layer));
+    const long turn = at.positions[r] * in.half;
+    rotate_and_write(q, k, v, in.cos + turn, in.sin + turn, in.half, m.heads, m.kv_heads, m.d, at.slots[r], cache(layer));
   }
   void attend_all(const LayerWeights& w, long layer) {
-    const Attention<bf16> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), in.query_starts, in.context_lens, in.tables,
-                            in.num_sequences, in.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
+    const Attention<bf16> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), at.query_starts.data(), at.context_lens.data(), at.tables.data(),
+                            at.num_sequences, at.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
     each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), attention); });
   }
 };
 
-inline void run_step(const Model& m, const StepInput& in, StepScratch& s, int threads) {
-  s.fit(m, std::max(in.tokens, in.num_logits), threads);
-  const Attention<bf16> shape{nullptr, 0, nullptr, {}, in.query_starts, in.context_lens, in.tables, in.num_sequences, in.table_width,
-                              m.heads, m.kv_heads, m.d, 0, 0.f};
+// False for a message that StepLayout refuses: then nothing has been computed.
+inline bool run_step(const Model& m, const StepInput& in, const int32_t* message, long ints, StepScratch& s, int threads) {
+  StepLayout& at = s.layout;
+  if (!at.read(message, ints, {in.block_size, in.num_blocks, m.vocab_size, in.num_positions})) return false;
+  s.fit(m, std::max(at.tokens, at.num_logits), threads);
+  const Attention<bf16> shape{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.num_sequences,
+                              at.table_width, m.heads, m.kv_heads, m.d, 0, 0.f};
   const auto tasks = attention_tasks(shape);
   std::unique_ptr<Barrier> together;
 #pragma omp parallel num_threads(threads)
@@ -203,5 +221,6 @@ inline void run_step(const Model& m, const StepInput& in, StepScratch& s, int th
     together.reset(new Barrier(omp_get_num_threads()));
     StepWalk(m, in, s, tasks, *together).run();
   }
+  return true;
 }
 #endif

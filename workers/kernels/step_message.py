@@ -1,0 +1,125 @@
+"""A step as flat int32 arrays: what every rank needs of a plan, as it travels and as C++ takes it.
+
+Message: header (S, T, B, R, Z, longest context), then S lengths, S start positions, S block counts, T token
+ids, B block entries, R logit rows, Z blocks to zero; all int32, little-endian on every machine we run on.
+`cpu/layout.h` reads the same bytes. Sampling and targets stay on rank 0.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+StepMessage = NewType("StepMessage", bytes)
+MAX_LOGIT_ROWS = 512  # logits of more rows (prompt scoring) are made in several passes, to bound their memory
+_HEADER = struct.Struct("<6i")
+assert sys.byteorder == "little" and array("i").itemsize == 4
+
+
+class StepHeader(NamedTuple):
+    """How much of everything a step has."""
+
+    num_slices: int
+    num_tokens: int
+    num_block_entries: int
+    num_logit_rows: int
+    num_zero_blocks: int
+    longest_context: int  # of its sequences, after the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """S slices of sequences laid end to end."""
+
+    lens: Ints  # (S,) tokens of each slice, at least 1
+    starts: Ints  # (S,) position of the first token
+    block_counts: Ints  # (S,) blocks that hold positions 0 .. start + len - 1
+    token_ids: Ints  # (sum of lens,)
+    blocks: Ints  # (sum of block_counts,)
+    logit_rows: Ints  # (R,) rows of the step whose logits are wanted
+    zero_blocks: Ints  # (Z,) blocks to fill with zeros before anything is written
+
+
+def header_of(message: StepMessage) -> StepHeader:
+    """Raises ValueError for a message without one; of the rest nothing is checked."""
+    if len(message) < _HEADER.size:
+        raise ValueError(f"a step of {len(message)} bytes has no header")
+    return StepHeader._make(_HEADER.unpack_from(message))
+
+
+def pack_step(
+    *,
+    lens: Sequence[int],
+    starts: Sequence[int],
+    block_counts: Sequence[int],
+    token_ids: Sequence[int],
+    blocks: Sequence[int],
+    logit_rows: Sequence[int],
+    zero_blocks: Sequence[int],
+) -> StepMessage:
+    """The message of a step; parts as in StepArrays."""
+    longest = max(map(int.__add__, starts, lens), default=0)
+    sizes = (len(lens), len(token_ids), len(blocks), len(logit_rows), len(zero_blocks), longest)
+    values = array("i", sizes)
+    for part in (lens, starts, block_counts, token_ids, blocks, logit_rows, zero_blocks):
+        values.extend(part)
+    return StepMessage(values.tobytes())
+
+
+def unpack(message: StepMessage) -> StepArrays:
+    """Raises ValueError unless the parts fill the message exactly and fit each other."""
+    header = header_of(message)
+    num_slices = header.num_slices
+    sizes = (num_slices, num_slices, num_slices, *header[1:5])
+    start = _HEADER.size // 4
+    if min(sizes) < 0 or 4 * (start + sum(sizes)) != len(message):
+        raise ValueError(f"a step of {len(message)} bytes says its parts have {sizes} integers")
+    values = np.frombuffer(message, dtype=np.int32)
+    parts = np.split(values, np.cumsum((start, *sizes))[:-1])[1:]
+    arrays = StepArrays(
+        lens=parts[0],
+        starts=parts[1],
+        block_counts=parts[2],
+        token_ids=parts[3],
+        blocks=parts[4],
+        logit_rows=parts[5],
+        zero_blocks=parts[6],
+    )
+    if (
+        int(arrays.lens.sum()) != header.num_tokens
+        or int(arrays.block_counts.sum()) != header.num_block_entries
+        or int((arrays.starts + arrays.lens).max(initial=0)) != header.longest_context
+    ):
+        raise ValueError("a step whose lengths do not add up")
+    return arrays
+
+
+def passes(message: StepMessage, max_rows: int = MAX_LOGIT_ROWS) -> list[StepMessage]:
+    """The same step with at most `max_rows` logit rows at a time.
+
+    A second pass computes the step again, with the same keys and values. All ranks cut alike.
+    """
+    if header_of(message).num_logit_rows <= max_rows:
+        return [message]
+    arrays = unpack(message)
+    rows, zero_blocks = arrays.logit_rows.tolist(), arrays.zero_blocks.tolist()
+    return [
+        pack_step(
+            lens=arrays.lens.tolist(),
+            starts=arrays.starts.tolist(),
+            block_counts=arrays.block_counts.tolist(),
+            token_ids=arrays.token_ids.tolist(),
+            blocks=arrays.blocks.tolist(),
+            logit_rows=rows[cut : cut + max_rows],
+            zero_blocks=zero_blocks if cut == 0 else (),
+        )
+        for cut in range(0, len(rows), max_rows)
+    ]
