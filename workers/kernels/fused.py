@@ -109,7 +109,8 @@ class NativeStep:
             head=_native(model.head).weights(),
             collective=None if model.collective is None else model.collective.address,
         )
-        self._logits = torch.empty((0, self._vocab), dtype=torch.float32)
+        self._space = torch.empty((0, self._vocab), dtype=torch.float32)
+        self._logits = self._space  # of the last step
         self._inputs = StepInput()
         self._kv: torch.Tensor | None = None
         self._turn: Turn | None = None
@@ -176,12 +177,15 @@ class NativeStep:
 
     def _space_for(self, num_logits: int) -> torch.Tensor:
         """Rows for logits, mostly those of the step before: new memory costs a page fault every 4 KiB."""
+        if num_logits == self._logits.shape[0]:
+            return self._logits
         if num_logits > MAX_KEPT_ROWS:
             return torch.empty((num_logits, self._vocab), dtype=torch.float32)
-        if num_logits > self._logits.shape[0]:
-            space = huge_bytes(num_logits * self._vocab * self._logits.itemsize)
-            self._logits = space.view(torch.float32).view(num_logits, self._vocab)
-        return self._logits[:num_logits]
+        if num_logits > self._space.shape[0]:
+            space = huge_bytes(num_logits * self._vocab * self._space.itemsize)
+            self._space = space.view(torch.float32).view(num_logits, self._vocab)
+        self._logits = self._space[:num_logits]
+        return self._logits
 
 
 def can_fuse(library: Library, model: StepModel, dtype: torch.dtype) -> bool:
