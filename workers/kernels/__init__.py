@@ -7,6 +7,7 @@ from workers.kernels.compiler import KernelsUnavailable
 from workers.kernels.draw import NOT_FINITE, Draw
 from workers.kernels.interface import Drawn, FusedStep, Kernels, PackedLinear, StepLayer, StepModel, Turn
 from workers.kernels.library import Library
+from workers.kernels.memory import KeptRows
 from workers.kernels.quantized import Quantization
 from workers.kernels.reference import TorchKernels
 from workers.kernels.step_message import MAX_LOGIT_ROWS, StepMessage, header_of, pack_step, passes, unpack
@@ -18,6 +19,7 @@ __all__ = [
     "Draw",
     "Drawn",
     "FusedStep",
+    "KeptRows",
     "Kernels",
     "KernelsUnavailable",
     "Library",

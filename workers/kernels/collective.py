@@ -48,14 +48,18 @@ class SharedCollective:
         self._library.all_reduce(DTYPES[x.dtype], self._address, x.data_ptr(), x.numel())
         self.check()
 
-    def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor | None:
+    def gather_columns(
+        self, x: torch.Tensor, widths: tuple[int, ...], out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """x (rows, widths[rank]) of every rank side by side on rank 0: (rows, sum of widths); None elsewhere.
 
-        Raises CollectiveFailed.
+        out: what rank 0 returns; None: new memory. Raises CollectiveFailed.
         """
         assert x.is_contiguous() and x.shape[1] == widths[self._rank], (x.shape, x.stride(), widths)
         rows = x.shape[0]
-        out = x.new_empty((rows, sum(widths))) if self._rank == 0 else None
+        if self._rank == 0 and out is None:
+            out = x.new_empty((rows, sum(widths)))
+        assert out is None or (out.shape == (rows, sum(widths)) and out.dtype == x.dtype), (out.shape, rows)
         row_bytes = (ctypes.c_long * self._size)(*(width * x.element_size() for width in widths))
         self._library.gather_rows(
             *(self._address, x.data_ptr(), rows, ctypes.addressof(row_bytes)),

@@ -19,11 +19,10 @@ from workers.kernels.batch import build_batch
 from workers.kernels.draw import Draw, pack_draws
 from workers.kernels.interface import Drawn, PackedLinear, StepLayer, StepModel, Turn
 from workers.kernels.library import Library
-from workers.kernels.memory import huge_bytes
+from workers.kernels.memory import KeptRows
 from workers.kernels.packed import NativeLinear, PackedWeights
 from workers.kernels.step_message import StepMessage, header_of, unpack
 
-MAX_KEPT_ROWS = 128  # of logits; more, as scores of a prompt need, are allocated anew
 _ANY_POSITION = 1 << 31  # where nothing turns, a context ends with the pool
 
 
@@ -91,7 +90,6 @@ class NativeStep:
         self._model = model  # keeps the tensors alive whose addresses are below
         self._layers = (LayerWeights * len(model.layers))(*map(_layer, model.layers))
         first = model.layers[0]
-        self._vocab = _native(model.head).out_features
         self._shape = Model(
             hidden=_native(first.qkv).in_features,
             heads=model.num_heads,
@@ -109,8 +107,7 @@ class NativeStep:
             head=_native(model.head).weights(),
             collective=None if model.collective is None else model.collective.address,
         )
-        self._space = torch.empty((0, self._vocab), dtype=torch.float32)
-        self._logits = self._space  # of the last step
+        self._logits = KeptRows(_native(model.head).out_features)
         self._inputs = StepInput()
         self._kv: torch.Tensor | None = None
         self._turn: Turn | None = None
@@ -123,7 +120,7 @@ class NativeStep:
     ) -> Drawn:
         header = header_of(message)
         num_logits = header.num_logit_rows
-        logits = self._space_for(num_logits)
+        logits = self._logits.take(num_logits)
         if header.num_tokens == 0:
             return Drawn(logits, [])
         if kv is not self._kv or turn is not self._turn:
@@ -174,18 +171,6 @@ class NativeStep:
             f"step with a context of {batch.max_context_len} tokens, turns are known up to "
             f"{inputs.num_positions}"
         )
-
-    def _space_for(self, num_logits: int) -> torch.Tensor:
-        """Rows for logits, mostly those of the step before: new memory costs a page fault every 4 KiB."""
-        if num_logits == self._logits.shape[0]:
-            return self._logits
-        if num_logits > MAX_KEPT_ROWS:
-            return torch.empty((num_logits, self._vocab), dtype=torch.float32)
-        if num_logits > self._space.shape[0]:
-            space = huge_bytes(num_logits * self._vocab * self._space.itemsize)
-            self._space = space.view(torch.float32).view(num_logits, self._vocab)
-        self._logits = self._space[:num_logits]
-        return self._logits
 
 
 def can_fuse(library: Library, model: StepModel, dtype: torch.dtype) -> bool:

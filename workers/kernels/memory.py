@@ -14,6 +14,7 @@ import torch
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64  # bytes: a cache line
+MAX_KEPT_ROWS = 128  # of logits; more, as scores of a prompt need, are allocated anew
 
 
 def huge_bytes(num_bytes: int) -> torch.Tensor:
@@ -41,3 +42,27 @@ class HugeMemory:
             self._left = huge_bytes(max(step, CHUNK_BYTES))
         piece, self._left = self._left[:num_bytes], self._left[step:]
         return piece
+
+
+class KeptRows:
+    """Float32 rows that a step leaves, mostly in the memory of the step before.
+
+    New memory costs a page fault every 4 KiB, which for the logits of 32 rows is longer than their product.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._space = torch.empty((0, width), dtype=torch.float32)
+        self._taken = self._space
+
+    def take(self, rows: int) -> torch.Tensor:
+        """(rows, width), content unspecified; valid until the next call."""
+        if rows == self._taken.shape[0]:
+            return self._taken
+        if rows > MAX_KEPT_ROWS:
+            return torch.empty((rows, self._width), dtype=torch.float32)
+        if rows > self._space.shape[0]:
+            space = huge_bytes(rows * self._width * self._space.itemsize)
+            self._space = space.view(torch.float32).view(rows, self._width)
+        self._taken = self._space[:rows]
+        return self._taken

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from workers.kernels import PackedLinear, SharedCollective
+from workers.kernels import KeptRows, PackedLinear, SharedCollective
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,10 @@ class TensorParallel:
             dist.all_reduce(x)
         return x
 
-    def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor | None:
+    def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...], kept: KeptRows) -> torch.Tensor | None:
         """x (rows, widths[rank]) of every rank side by side on rank 0: (rows, sum of widths); None elsewhere.
+
+        kept: where the result may lie, valid until the next call.
 
         torch wants equal shapes, so there parts travel padded to the widest and are cut on arrival: a padding
         column is never seen by anyone.
@@ -43,7 +45,7 @@ class TensorParallel:
         if self.size == 1:
             return x
         if self.shared is not None:
-            return self.shared.gather_columns(x, widths)
+            return self.shared.gather_columns(x, widths, kept.take(x.shape[0]) if self.rank == 0 else None)
         widest = max(widths)
         padded = F.pad(x, (0, widest - x.shape[1])).contiguous()
         if self.rank != 0:
@@ -108,6 +110,7 @@ class VocabParallelHead:
         self._linear = linear
         self._widths = widths
         self._parallel = parallel
+        self._kept = KeptRows(sum(widths))
 
     @property
     def linear(self) -> PackedLinear:
@@ -115,9 +118,9 @@ class VocabParallelHead:
         return self._linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x (R, hidden) -> logits (R, vocabulary) float32 on rank 0, None elsewhere."""
+        """x (R, hidden) -> logits (R, vocabulary) float32 on rank 0, valid until the next; None elsewhere."""
         return self.gather(self._linear(x))
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
         """logits (R, vocabulary of this rank) -> (R, vocabulary) on rank 0, None elsewhere."""
-        return self._parallel.gather_columns(logits, self._widths)
+        return self._parallel.gather_columns(logits, self._widths, self._kept)
