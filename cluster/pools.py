@@ -33,13 +33,18 @@ def pool_problems(config: TandemConfig) -> Iterable[Problem]:
             yield from _misfits(*first, name, pool)
     if "prefill" in pools:
         for name, pool in pools.items():
-            if not pool.cache.prefix_reuse:
-                yield Problem(
-                    path=f"pools.{name}.cache.prefix_reuse",
-                    message="groups of prefill and decode pools find each other's blocks by prefix reuse",
-                    got="false",
-                    allowed="true",
-                )
+            yield from _lonely(name, pool)
+
+
+def _lonely(name: str, pool: PoolConfig) -> Iterable[Problem]:
+    """What keeps a pool from reading the blocks of others, which it is there for beside a prefill pool."""
+    for key, is_on, message in (
+        ("cache.prefix_reuse", pool.cache.prefix_reuse, "groups find each other's blocks by prefix reuse"),
+        ("transfer.enabled", pool.transfer.enabled, "decode groups read the blocks of prefill groups"),
+    ):
+        if not is_on:
+            hint = "or leave out the prefill pool"
+            yield Problem(path=f"pools.{name}.{key}", message=message, got="false", allowed="true", hint=hint)
 
 
 def _misfits(name: str, pool: PoolConfig, other_name: str, other: PoolConfig) -> Iterable[Problem]:
@@ -51,6 +56,14 @@ def _misfits(name: str, pool: PoolConfig, other_name: str, other: PoolConfig) ->
             got=str(other_size),
             allowed=str(size),
             hint="give both the same",
+        )
+    transports = pool.transfer.transport, other.transfer.transport
+    if "auto" not in transports and transports[0] != transports[1]:
+        yield Problem(
+            path=f"pools.{other_name}.transfer.transport",
+            message=f"groups have no way to each other: pools.{name}.transfer.transport is {transports[0]}",
+            got=transports[1],
+            allowed=f"{transports[0]}, auto",
         )
 
 

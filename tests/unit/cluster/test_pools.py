@@ -44,9 +44,19 @@ def test_pools_that_do_not() -> None:
         "pools.prefill.cache.block_size is 8; got 32; allowed: 8; give both the same"
     ]
     assert said({"prefill": {"cache": {"prefix_reuse": False}}, "decode": {}}) == [
-        "pools.prefill.cache.prefix_reuse: groups of prefill and decode pools find each other's blocks by "
-        "prefix reuse; got false; allowed: true"
+        "pools.prefill.cache.prefix_reuse: groups find each other's blocks by prefix reuse; got false; "
+        "allowed: true; or leave out the prefill pool"
     ]
+    assert said({"prefill": {}, "decode": {"transfer": {"enabled": False}}}) == [
+        "pools.decode.transfer.enabled: decode groups read the blocks of prefill groups; got false; "
+        "allowed: true; or leave out the prefill pool"
+    ]
+    memory, sockets = ({"transfer": {"transport": name}} for name in ("memory", "sockets"))
+    assert said({"prefill": memory, "decode": sockets}) == [
+        "pools.decode.transfer.transport: groups have no way to each other: pools.prefill.transfer.transport "
+        "is memory; got sockets; allowed: memory, auto"
+    ]
+    assert said({"prefill": memory, "decode": {}}) == said({"prefill": memory, "decode": memory}) == []
     assert said({"prefill": None, "decode": {}}) == [
         "pools.prefill: the pool is empty; got null; write {} for a pool with all defaults"
     ]
