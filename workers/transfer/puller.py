@@ -1,7 +1,8 @@
 """Executes the pull orders for one source group, one after the other, in a thread of its own.
 
 A source that hangs delays nobody else's orders. Connections are made by the first order and kept; a failure
-drops them all, and the next order makes new ones.
+drops them all, and the next order makes new ones. A process group that has failed is not tried with this
+source again while there is another transport: whether it works between two ranks shows only in use.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from workers.transfer.choice import Choice, choose
 from workers.transfer.layout import IncompatibleLayouts, KVLayout, check_compatible, reads
 from workers.transfer.link import Endpoint, PeerLink
 from workers.transfer.pool_bytes import PoolBytes
+from workers.transfer.process_group import PROCESS_GROUP
 from workers.transfer.transport import BlockRead, Reader, Reason, TransferFailed
 
 _END_TIMEOUT_S: Final = 15.0
+_OF_TRANSPORT: Final = (Reason.UNREACHABLE, Reason.TIMEOUT, Reason.PROTOCOL, Reason.FAULT)
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class Puller:
         self._orders: deque[Order] = deque()
         self._current: Order | None = None
         self._choices: dict[int, Choice] = {}
+        self._transports = settings.transports  # that are still tried
         self._is_closing = False
         self._thread = Thread(target=self._run, name="tandem-kv-puller", daemon=True)
         self._thread.start()
@@ -145,11 +149,20 @@ class Puller:
                 is_cancelled = order.is_cancelled  # from now on nobody cancels its readers any more
             if error is not None or is_cancelled:
                 self._disconnect()
+            if error is not None and error.reason in _OF_TRANSPORT:
+                self._do_without_group(error)
             try:
                 order.on_end(order.pull_id, error)
             except Exception:  # the orders behind it must end too
                 _log.exception("at the end of pull %d of %s", order.pull_id, self._name)
         self._disconnect()
+
+    def _do_without_group(self, error: TransferFailed) -> None:
+        others = tuple(name for name in self._transports if name != PROCESS_GROUP)
+        # Between host pools it is used only where nothing else may be.
+        if others and others != self._transports and not self._pool.is_host_memory:
+            self._transports = others
+            _log.warning("blocks of %s are no longer read by a process group: %s", self._name, error)
 
     def _outcome(self, order: Order) -> TransferFailed | None:
         try:
@@ -209,9 +222,7 @@ class Puller:
                     f"{endpoint} is rank {facts.rank} of {facts.layout.tensor_parallel}, expected is rank "
                     f"{rank} of {self._source.layout.tensor_parallel}",
                 )
-            return choose(
-                link, self._pool, settings.machine, settings.transports, timeout_s=settings.timeout_s
-            )
+            return choose(link, self._pool, settings.machine, self._transports, timeout_s=settings.timeout_s)
         except IncompatibleLayouts as error:
             link.close()
             raise TransferFailed(Reason.REFUSED, str(error)) from error
