@@ -95,7 +95,8 @@ class Agent:
             return [route for puller, _ in self._pullers.values() for route in puller.routes()]
 
     def pull(self, source: SourceGroup, order: Order) -> None:
-        """Returns at once. Raises TransferFailed when the order is not taken: then no callback comes.
+        """Returns at once. Raises TransferFailed when the order is not taken: then no callback comes. So it
+        is with a source of another layout.
 
         The blocks that are written belong to the order until its callback. Raises ValueError for blocks
         outside the own pool.
@@ -103,16 +104,15 @@ class Agent:
         bad = [block.own for block in order.blocks if not 0 <= block.own < self._pool.num_blocks]
         if bad or not order.blocks:
             raise ValueError(f"pull of {len(order.blocks)} blocks; outside the own pool: {bad[:5]}")
+        for idle in self._take_idle():
+            idle.close()
         with self._lock:
             if self._is_closing:
                 raise TransferFailed(Reason.CANCELLED, "this rank ends")
-            idle = self._take_idle()
             known = self._pullers.get(source)
             puller = known[0] if known is not None else self._new_puller(source)
             self._pullers[source] = (puller, time.monotonic())
             puller.add(order)
-        for old in idle:
-            old.close()
 
     def cancel(self, pull_id: int) -> None:
         """The order ends soon, by its callback; nothing happens when it has ended."""
@@ -138,12 +138,13 @@ class Agent:
     def _take_idle(self) -> list[Puller]:
         """Those that are not needed any more."""
         before_s = time.monotonic() - _IDLE_S
-        idle = [
-            source
-            for source, (puller, used_s) in self._pullers.items()
-            if used_s < before_s and puller.is_idle
-        ]
-        return [self._pullers.pop(source)[0] for source in idle]
+        with self._lock:
+            idle = [
+                source
+                for source, (puller, used_s) in self._pullers.items()
+                if used_s < before_s and puller.is_idle
+            ]
+            return [self._pullers.pop(source)[0] for source in idle]
 
     def _memory_facts(self, generations: NDArray[np.int64] | None) -> MemoryFacts | None:
         if not self._pool.is_host_memory or MEMORY not in self._settings.transports:

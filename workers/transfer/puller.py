@@ -70,10 +70,15 @@ class Puller:
     def __init__(
         self, source: SourceGroup, own: KVLayout, rank: int, pool: PoolBytes, settings: TransferSettings
     ) -> None:
+        """Raises TransferFailed (REFUSED) when the source's blocks do not fit the own ones."""
+        try:
+            check_compatible(own, source.layout)
+        except IncompatibleLayouts as error:
+            raise TransferFailed(Reason.REFUSED, str(error)) from error
         self._source = source
         self._name = str(source.endpoints[0])
-        self._own = own
-        self._rank = rank
+        pieces = reads(own, rank, source.layout)
+        self._pieces = {of: list(part) for of, part in groupby(pieces, lambda piece: piece.peer_rank)}
         self._pool = pool
         self._settings = settings
         self._changed = Condition()  # guards all below
@@ -185,16 +190,14 @@ class Puller:
             return self._current
 
     def _execute(self, order: Order) -> None:
-        pieces = reads(self._own, self._rank, self._source.layout)
-        by_rank = {rank: list(part) for rank, part in groupby(pieces, lambda piece: piece.peer_rank)}
         # Bytes of ranks that keep no generations: rank 0 compares them, around all reads.
-        is_checked_apart = any(rank != 0 for rank in by_rank)
-        needed = {0, *by_rank} if is_checked_apart else set(by_rank)
+        is_checked_apart = any(rank != 0 for rank in self._pieces)
+        needed = {0, *self._pieces} if is_checked_apart else set(self._pieces)
         readers = {rank: self._reader(rank, order) for rank in sorted(needed)}
         if is_checked_apart:
             readers[0].check(order.blocks)
-        for rank, of_rank in by_rank.items():
-            readers[rank].read(order.blocks, of_rank)
+        for rank, pieces in self._pieces.items():
+            readers[rank].read(order.blocks, pieces)
         if is_checked_apart:
             readers[0].check(order.blocks)
 
@@ -214,21 +217,20 @@ class Puller:
         settings, endpoint = self._settings, self._source.endpoints[rank]
         link = PeerLink(endpoint, settings.secret, timeout_s=settings.timeout_s)
         try:
-            facts = link.facts
-            check_compatible(self._own, facts.layout)
-            if (facts.rank, facts.layout) != (rank, self._source.layout):
-                raise TransferFailed(
-                    Reason.REFUSED,
-                    f"{endpoint} is rank {facts.rank} of {facts.layout.tensor_parallel}, expected is rank "
-                    f"{rank} of {self._source.layout.tensor_parallel}",
-                )
+            self._check_identity(rank, link)
             return choose(link, self._pool, settings.machine, self._transports, timeout_s=settings.timeout_s)
-        except IncompatibleLayouts as error:
-            link.close()
-            raise TransferFailed(Reason.REFUSED, str(error)) from error
         except TransferFailed:
             link.close()
             raise
+
+    def _check_identity(self, rank: int, link: PeerLink) -> None:
+        facts, expected = link.facts, self._source.layout
+        if facts.rank != rank or facts.layout != expected:
+            raise TransferFailed(
+                Reason.REFUSED,
+                f"{link.endpoint} is rank {facts.rank} of a group with {facts.layout}, expected is rank "
+                f"{rank} of {expected}",
+            )
 
     def _disconnect(self) -> None:
         with self._changed:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import workers.transfer.agent as agent_module
 from tests.unit.transfer.layouts import layout
 from tests.unit.transfer.ranks import Pull, Rank, content, group, pairs, pull, settings, source_of
 from workers.transfer.agent import Agent
@@ -103,12 +104,24 @@ def test_nothing_in_common_is_said_with_every_reason() -> None:
         assert "memory: the owner does not offer it" in str(error)
 
 
-def test_other_layouts_are_refused_with_both_values() -> None:
+@pytest.mark.parametrize("changed", [{"block_size": 8}, {"num_kv_heads": 7}, {"num_kv_heads": 1}])
+def test_other_layouts_are_refused_with_both_values(changed: dict[str, int]) -> None:
     of = layout()
-    with group(of) as [owner], group(replace(of, block_size=8)) as [reader]:
-        error = pull(reader.agent, source_of([owner]), pairs([(0, 0)]))
+    [(name, value)] = changed.items()
+    with group(of) as [owner], group(replace(of, **changed)) as [reader]:
+        with pytest.raises(TransferFailed) as caught:
+            pull(reader.agent, source_of([owner]), pairs([(0, 0)]))
+        assert caught.value.reason is Reason.REFUSED
+        assert f"{name} (here {value}, there {getattr(of, name)})" in str(caught.value)
+        assert not reader.pool.any()
+
+
+def test_a_source_that_is_not_what_was_told_is_refused() -> None:
+    of = layout()
+    with group(replace(of, num_layers=1)) as [owner], group(of) as [reader]:
+        error = pull(reader.agent, source_group(of, [owner.agent.endpoint]), pairs([(0, 0)]))
         assert failed(error) is Reason.REFUSED
-        assert "block_size (here 8, there 4)" in str(error)
+        assert "num_layers=1" in str(error) and "num_layers=2" in str(error)
         assert not reader.pool.any()
 
 
@@ -118,7 +131,7 @@ def test_ranks_that_are_told_in_the_wrong_order_are_refused() -> None:
         swapped = source_group(of, [owners[1].agent.endpoint, owners[0].agent.endpoint])
         error = pull(readers[0].agent, swapped, pairs([(0, 0)]))
         assert failed(error) is Reason.REFUSED
-        assert "is rank 1 of 2, expected is rank 0 of 2" in str(error)
+        assert "is rank 1 of a group" in str(error) and "expected is rank 0" in str(error)
 
 
 def test_another_secret_is_not_let_in() -> None:
@@ -192,6 +205,18 @@ def test_too_many_orders_are_refused() -> None:
             pull(reader.agent, source, pairs([(0, 0)]))
         go_on.set()
         assert [one.error() for one in waiting] == [None, None]
+
+
+def test_a_source_that_is_not_asked_any_more_loses_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = layout()
+    with group(of) as [one], group(of) as [other], group(of) as [reader]:
+        assert pull(reader.agent, source_of([one]), pairs([(0, 0)])) is None
+        assert pull(reader.agent, source_of([other]), pairs([(0, 0)])) is None
+        assert len(reader.agent.routes()) == 2
+        monkeypatch.setattr(agent_module, "_IDLE_S", 0.0)
+        time.sleep(0.05)
+        assert pull(reader.agent, source_of([one]), pairs([(0, 0)])) is None
+        assert [route.endpoint for route in reader.agent.routes()] == [one.agent.endpoint]
 
 
 def test_close_ends_orders_and_nothing_is_written_after_it() -> None:
