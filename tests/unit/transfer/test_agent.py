@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from tests.unit.transfer.layouts import layout
 from tests.unit.transfer.ranks import Pull, Rank, content, group, pairs, pull, settings, source_of
 from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS
+from workers.transfer.cross_memory import CrossMemoryReader
 from workers.transfer.puller import Order, source_group
+from workers.transfer.sockets import SocketReader
 from workers.transfer.transport import BlockRead, Reason, TransferFailed
 
 NUM_BLOCKS = 8
@@ -79,6 +82,27 @@ def test_a_block_that_belongs_to_somebody_else_is_not_read(transport: str, size:
         for reader in readers:
             assert failed(pull(reader.agent, source_of(owners), blocks)) is Reason.STALE
             assert pull(reader.agent, source_of(owners), blocks[:1]) is None
+
+
+@pytest.mark.parametrize("transport", ["memory", "sockets"])
+def test_a_block_given_away_while_a_rank_without_generations_is_read(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = layout(tensor_parallel=2)
+    using = settings(transports=(transport,))
+    kind = {"memory": CrossMemoryReader, "sockets": SocketReader}[transport]
+    read = kind.read
+    with group(of, using=using) as owners, group(of, using=using) as readers:
+        generations = owners[0].generations
+        assert generations is not None
+
+        def read_and_give_away(reader: Any, blocks: Any, pieces: Any) -> None:
+            read(reader, blocks, pieces)
+            generations[1] += 1
+
+        monkeypatch.setattr(kind, "read", read_and_give_away)
+        blocks = pairs([(0, 0), (1, 1)])
+        assert failed(pull(readers[1].agent, source_of(owners), blocks)) is Reason.STALE
 
 
 def test_the_fastest_that_works_is_chosen_and_the_reason_told() -> None:
