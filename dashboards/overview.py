@@ -153,10 +153,67 @@ _GROUPS = (
     ),
 )
 
+_EXCHANGE = (
+    Panel(
+        title="Blocks to come from",
+        description="Requests placed, a second, by who was to give KV blocks of their prompt: a prefill "
+        "group that computes it, a neighbour that has it cached, or none.",
+        unit="reqps",
+        queries=(Query(f"sum by (source) ({_rate('kv_source_decisions_total')})", "{{source}}"),),
+        is_stacked=True,
+    ),
+    Panel(
+        title="Prompts at prefill groups",
+        description="By how it ended, a second. Overtaken: the answer had begun without it.",
+        unit="reqps",
+        queries=(Query(f"sum by (outcome) ({_rate('prefill_dispatches_total')})", "{{outcome}}"),),
+        is_stacked=True,
+    ),
+    Panel(
+        title="Read or computed again",
+        description="Prompt tokens that were to be read from another group, a second.",
+        unit="short",
+        queries=(
+            Query(_sum_rate("kv_pulled_tokens_total"), "read"),
+            Query(_sum_rate("kv_recomputed_tokens_total"), "computed after all"),
+        ),
+        is_stacked=True,
+    ),
+    Panel(
+        title="Reads that brought less",
+        description="By reason, a second; and sources that failed, by who was to give instead.",
+        unit="ops",
+        queries=(
+            Query(f"sum by (reason) ({_rate('kv_fetch_failures_total')})", "{{reason}}"),
+            Query(f"sum by (source) ({_rate('kv_redirects_total')})", "instead: {{source}}"),
+        ),
+    ),
+    Panel(
+        title="Blocks on their way",
+        description="Blocks that reads are writing now.",
+        unit="short",
+        queries=(Query(f"max by (group) (tandem_kv_transferring_blocks{_OF})", "{{group}}"),),
+    ),
+    Panel(
+        title="Readers",
+        description="Leases on a group's blocks, and those that ended because their reader was silent.",
+        unit="short",
+        queries=(
+            Query(f"max by (group) (tandem_kv_leases{_OF})", "{{group}}"),
+            Query(_sum_rate("kv_leases_expired_total"), "expired a second"),
+        ),
+    ),
+)
+
 OVERVIEW = Dashboard(
     uid="tandem-overview",
     title="Tandem overview",
     tags=("tandem",),
     models="tandem_requests_total",
-    rows=(Row("Now", 4, _NOW), Row("Clients", 8, _CLIENTS), Row("Worker groups and routers", 8, _GROUPS)),
+    rows=(
+        Row("Now", 4, _NOW),
+        Row("Clients", 8, _CLIENTS),
+        Row("Worker groups and routers", 8, _GROUPS),
+        Row("KV blocks between groups", 8, _EXCHANGE),
+    ),
 )

@@ -52,7 +52,7 @@ FAST = DispatchLimits(
         link=LinkLimits(connect_timeout_s=1.0, dead_after_s=0.6, check_period_s=0.05),
     ),
 )
-FAST_SERVER = ServerLimits(heartbeat_s=0.1, dead_after_s=1.0, greeting_timeout_s=0.3, stats_period_s=0.01)
+FAST_SERVER = ServerLimits(heartbeat_s=0.1, dead_after_s=1.0, greeting_timeout_s=3.0, stats_period_s=0.01)
 
 
 def run(test: Coroutine[Any, Any, None], timeout_s: float = 10.0) -> None:

@@ -230,6 +230,32 @@ def test_both_die() -> None:
     with_pools(test)
 
 
+def test_a_decode_group_that_refuses_aloud_lets_the_prefill_group_go() -> None:
+    async def test(pools: Pools) -> None:
+        router, (d, p) = await started(pools, "d", "p")
+        d.is_paused = p.is_paused = True
+        task = asyncio.create_task(collect(router, request("r", LONG)))
+        await until(lambda: "r" in d.jobs and "r+1" in p.jobs)
+        refusal = error_chunk(RequestId("r"), 0, "queue_full", "no")
+        pools.group("d").server.on_output(StepOutput(chunks=(refusal,), events=(), stats=GroupStats()))
+        assert [chunk.error_code for chunk in await task] == ["queue_full"]
+        await until(lambda: p.aborted == ["r+1"])
+        assert outcomes(router) == [("p", "cancelled")]
+
+    with_pools(test)
+
+
+def test_a_prefill_group_that_drains_gets_nothing_new() -> None:
+    async def test(pools: Pools) -> None:
+        router, (d, p) = await started(pools, "d", "p")
+        pools.groups.listed[1] = replace(pools.group("p").address, is_draining=True)
+        await until(lambda: sum(state.is_ready for state in router.groups()) == 1)
+        assert tokens(await collect(router, request("r", LONG))) == RIGHT
+        assert p.requests == [] and d.requests[0].kv_source is None
+
+    with_pools(test)
+
+
 # ---- the client leaves
 
 
