@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +28,6 @@ from workers.types import GenerateRequest, GroupId, GroupStats, KVSource, Reques
 from workers.wire import Abort, Accepted, Chunks, Message, Ping, Pong, Refused, Stats, Submit
 
 PATIENCE_S = 30.0
-_ROOT = Path(__file__).parents[2]
 _Result = TypeVar("_Result")
 
 
@@ -137,67 +139,95 @@ class Member:
 
 
 class LocalMember(Member):
-    """Rank 0 in this process, the others in their own."""
+    """A group of one rank in this process."""
 
     def __init__(self, loop: Loop, name: str, config: GroupConfig) -> None:
-        self.followers: list[subprocess.Popen[str]] = []
         self.host, address = loop.run(self._start(name, config))
         super().__init__(loop, name, address)
 
     def close(self) -> None:
         self.loop.run(self.host.stop("the test is over"))
-        for process in self.followers:
-            end(process)
 
     async def _start(self, name: str, config: GroupConfig) -> tuple[LeaderHost, tuple[str, int]]:
-        host = LeaderHost(group_start(config, name), host="127.0.0.1", end_process=lambda reason: None)
-        for rank in range(1, config.parallel.tensor_parallel):
-            assert host.rendezvous is not None
-            order = RankOrder(config=config, rank=rank, rendezvous=host.rendezvous)
-            self.followers.append(start_rank(name, order))
+        host = LeaderHost(group_start(config, name), host="127.0.0.1")
         await asyncio.to_thread(host.load)
         return host, await host.listen()
 
 
 class ForeignMember(Member):
-    """A group of one rank in a process of its own."""
+    """A group whose ranks are processes."""
 
-    def __init__(self, loop: Loop, name: str, config: GroupConfig) -> None:
-        nowhere = Rendezvous(host="", store_port=0, control_port=0, token="")
-        self.process = start_rank(name, RankOrder(config=config, rank=0, rendezvous=nowhere))
-        assert self.process.stdout is not None
-        host, port = json.loads(self.process.stdout.readline())
-        super().__init__(loop, name, (host, port))
+    def __init__(self, loop: Loop, name: str, config: GroupConfig, ranks: Ranks) -> None:
+        self.pid, address = ranks.start(name, config)
+        super().__init__(loop, name, address)
+
+    def kill(self) -> None:
+        """SIGKILL for rank 0; returns when it is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._wait_for_end()
+
+    def stop(self) -> None:
+        """SIGSTOP for rank 0; returns when all its threads have stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        tasks = list(Path(f"/proc/{self.pid}/task").iterdir())
+        states = [task / "stat" for task in tasks]
+        wait_until(
+            lambda: all(stat.read_text().rsplit(")", 1)[1].split()[0] == "T" for stat in states),
+            f"the stop of {self.name}",
+        )
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        end(self.process)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+            os.kill(self.pid, signal.SIGTERM)
+        self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        wait_until(lambda: not Path(f"/proc/{self.pid}").exists(), f"the end of {self.name}")
 
 
-def start_rank(name: str, order: RankOrder) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.models.exchange_rank", name],
-        cwd=_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE if order.rank == 0 else None,
-        text=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(order.to_json() + "\n")
-    process.stdin.flush()
-    return process
+class Ranks:
+    """Starts ranks as processes."""
 
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.models.exchange_rank"],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-def end(process: subprocess.Popen[str]) -> None:
-    """Asks it to, then makes it."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(10.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(PATIENCE_S)
-    if process.stdout is not None:
-        process.stdout.close()
+    def start(self, name: str, config: GroupConfig) -> tuple[int, tuple[str, int]]:
+        """All of a group; the process of rank 0, and where it serves."""
+        rendezvous = Rendezvous(host="", store_port=0, control_port=0, token="")  # rank 0 opens one
+        self._order(name, RankOrder(config=config, rank=0, rendezvous=rendezvous))
+        if config.parallel.tensor_parallel > 1:
+            rendezvous = Rendezvous(**self._hear()["says"])
+        for rank in range(1, config.parallel.tensor_parallel):
+            self._order(name, RankOrder(config=config, rank=rank, rendezvous=rendezvous))
+        heard = self._hear()
+        host, port = heard["says"]
+        return heard["pid"], (host, port)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)
+        self._process.stdout.close()
+
+    def _order(self, name: str, order: RankOrder) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{name} {order.to_json()}\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        heard: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return heard
 
 
 def through(

@@ -1,14 +1,17 @@
-"""A rank as a process: `python -m tests.models.exchange_rank`, with its order as JSON on stdin.
+"""Ranks as processes: `python -m tests.models.exchange_rank` forks one for every order, a line of JSON each.
 
-A rank above 0 gets a RankOrder. A rank 0 gets one without a rendezvous: it prints its address and serves
-until stdin closes.
+Everything is imported once, before there is any thread, so that a rank costs milliseconds. A rank 0 says
+where the others meet it, if there are others, then where it serves, and serves until SIGTERM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
+from dataclasses import asdict
 
 import torch
 
@@ -28,24 +31,43 @@ def group_start(config: GroupConfig, name: str) -> GroupStart:
 
 
 async def lead(config: GroupConfig, name: str) -> None:
-    """A group of one rank."""
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
     host = LeaderHost(group_start(config, name), host="127.0.0.1")
+    if host.rendezvous is not None:
+        say(asdict(host.rendezvous))
     await asyncio.to_thread(host.load)
-    print(json.dumps(await host.listen()), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    say(await host.listen())
+    await over.wait()
     await host.stop("the test is over")
 
 
-def main(name: str) -> None:
-    torch.set_num_threads(1)
-    order = RankOrder.from_json(sys.stdin.readline())
-    if order.rank == 0:
-        asyncio.run(lead(order.config, name))
-        return
+def follow(order: RankOrder, name: str) -> None:
     follower = FollowerHost(group_start(order.config, name), order.rank, order.rendezvous)
     follower.load()
     follower.follow()
 
 
+def say(what: object) -> None:
+    print(json.dumps({"pid": os.getpid(), "says": what}), flush=True)
+
+
+def serve() -> None:
+    """Forks a rank for every line: the group's name, then the order."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are gone as soon as they end
+    for line in sys.stdin:
+        name, _, text = line.partition(" ")
+        if os.fork():
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        order = RankOrder.from_json(text)
+        if order.rank == 0:
+            asyncio.run(lead(order.config, name))
+        else:
+            follow(order, name)
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve()

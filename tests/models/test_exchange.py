@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from tests.models import checkpoints
 from tests.models.checkpoints import prompt_ids
-from tests.models.engine_groups import group_config
-from tests.models.exchange_groups import LocalMember, Loop, through
+from tests.models.engine_groups import BLOCK_SIZE, GREEDY, Answer, group_config
+from tests.models.exchange_groups import ForeignMember, LocalMember, Loop, Member, Ranks, through
+from workers.config import GroupConfig
+from workers.types import GroupId, SamplingParams
+
+LENGTHS = (1, 15, 16, 17, 48, 200)  # tokens of prompts
+SEEDED = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 @pytest.fixture(scope="module")
@@ -21,29 +28,190 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], GroupConfig]:
+    """Of a group of a family, for prompts of 512 tokens."""
     root = tmp_path_factory.mktemp("long")
 
-    def of(name: str) -> Path:
-        place = root / name
-        if not place.exists():
+    def of(name: str, tensor_parallel: int) -> GroupConfig:
+        folder = root / name
+        if not folder.exists():
             key = "n_positions" if name == "gpt2" else "max_position_embeddings"
-            checkpoints.build(place, checkpoints.family(name), **{key: 512})
-        return place
+            checkpoints.build(folder, checkpoints.family(name), **{key: 512})
+        return group_config(folder, tensor_parallel)
 
     return of
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)])
-def test_thin(loop: Loop, folder: Callable[[str], Path], sizes: tuple[int, int]) -> None:
-    prefill = LocalMember(loop, "prefill", group_config(folder("llama"), sizes[0]))
-    decode = LocalMember(loop, "decode", group_config(folder("llama"), sizes[1]))
+class Pair:
+    """A group for prompts, and one that answers."""
+
+    def __init__(self, prefill: Member, decode: Member) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.num_fetched = decode.stats.kv_fetched_tokens_total  # as it should be
+
+    def check(self, prompt: list[int], sampling: SamplingParams, salt: str, *, num_here: int = 0) -> None:
+        """Through both groups as in one; num_here: tokens that the group that answers has already."""
+        alone = self.decode.answer(self.decode.submit(prompt, sampling, salt=f"{salt} alone"))
+        answer = self.decode.answer(through(self.prefill, self.decode, prompt, sampling, salt=salt))
+        assert_same(answer, alone)
+        num_whole = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert answer.num_cached == num_whole
+        self.num_fetched += num_whole - num_here
+        self.rest(kv_fetched_tokens_total=self.num_fetched)
+
+    def rest(self, **totals: int) -> None:
+        """Nothing is held, by neither; totals: of the group that answers."""
+        nothing = {"active_blocks": 0, "kv_leases": 0, "num_running": 0, "num_waiting": 0}
+        self.decode.wait_for("rest", timeout_s=5.0, **nothing, **totals)
+        self.prefill.wait_for("rest", timeout_s=5.0, **nothing)
+
+
+@contextmanager
+def local_pair(loop: Loop, prefill: GroupConfig, decode: GroupConfig) -> Iterator[Pair]:
+    """Both in this process."""
+    members = LocalMember(loop, "prefill", prefill), LocalMember(loop, "decode", decode)
+    try:
+        yield Pair(*members)
+    finally:
+        for member in members:
+            member.close()
+
+
+@pytest.fixture
+def pair(loop: Loop, config: Callable[[str, int], GroupConfig]) -> Iterator[Pair]:
+    with local_pair(loop, config("llama", 1), config("llama", 1)) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+def assert_same(answer: Answer, expected: Answer) -> None:
+    assert answer.token_ids == expected.token_ids
+    assert answer.finish is expected.finish
+    assert [entry.token_id for entry in answer.logprobs] == [entry.token_id for entry in expected.logprobs]
+    for one, other in zip(answer.logprobs, expected.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_of_two_groups_is_that_of_one(
+    loop: Loop, config: Callable[[str, int], GroupConfig], family: str
+) -> None:
+    with local_pair(loop, config(family, 1), config(family, 1)) as pair:
+        for length in LENGTHS:
+            prompt = prompt_ids(length, seed=length)
+            pair.check(prompt, GREEDY, f"greedy {length}")
+            pair.check(prompt, SEEDED, f"seeded {length}")
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_head_dim_8_mqa"])
+def test_groups_of_several_ranks(
+    loop: Loop, ranks: Ranks, config: Callable[[str, int], GroupConfig], family: str
+) -> None:
+    """Two KV heads, of which each rank of two has one, or one that both have."""
+    prefill = {size: ForeignMember(loop, f"prefill-{size}", config(family, size), ranks) for size in (1, 2)}
+    decode = {size: ForeignMember(loop, f"decode-{size}", config(family, size), ranks) for size in (1, 2)}
+    try:
+        for there, here in ((1, 2), (2, 1), (2, 2)):
+            pair = Pair(prefill[there], decode[here])
+            for length in (17, 200):
+                prompt = prompt_ids(length, seed=length)
+                pair.check(prompt, GREEDY, f"greedy {length} from {there}")
+                pair.check(prompt, SEEDED, f"seeded {length} from {there}")
+    finally:
+        for member in (*prefill.values(), *decode.values()):
+            member.close()
+
+
+def test_blocks_that_either_side_has_already(pair: Pair) -> None:
     prompt = prompt_ids(200)
-    alone = decode.answer(decode.submit(prompt, salt="alone"))
-    answer = decode.answer(through(prefill, decode, prompt))
-    assert answer.token_ids == alone.token_ids
-    assert answer.num_cached == 192
-    prefill.wait_for("end", active_blocks=0, kv_leases=0)
-    decode.wait_for("end", active_blocks=0, kv_fetches_total=1)
-    decode.close()
-    prefill.close()
+    pair.prefill.answer(pair.prefill.submit(prompt, salt="there"))
+    pair.check(prompt, GREEDY, "there")
+    pair.decode.answer(pair.decode.submit(prompt[:100], salt="half here"))
+    pair.check(prompt, GREEDY, "half here", num_here=96)
+    pair.decode.answer(pair.decode.submit(prompt, salt="all here"))
+    pair.check(prompt, GREEDY, "all here", num_here=192)
+
+
+def test_chunks_of_any_size(loop: Loop, config: Callable[[str, int], GroupConfig]) -> None:
+    prefill, decode = config("llama", 1), config("llama", 1)
+    for there, here in ((7, 5), (16, 64)):
+        with local_pair(
+            loop,
+            replace(prefill, schedule=replace(prefill.schedule, max_prefill_chunk=there)),
+            replace(decode, schedule=replace(decode.schedule, max_prefill_chunk=here)),
+        ) as pair:
+            pair.check(prompt_ids(480), GREEDY, "")
+
+
+def test_many_at_once(pair: Pair) -> None:
+    """The pools hold fewer than all of their blocks."""
+    prompts = [prompt_ids(20 + 11 * number, seed=number) for number in range(16)]
+    alone = [pair.decode.submit(prompt, SEEDED, salt="alone") for prompt in prompts]
+    expected = [pair.decode.answer(request_id) for request_id in alone]
+    both = [through(pair.prefill, pair.decode, prompt, SEEDED) for prompt in prompts]
+    for request_id, answer in zip(both, expected, strict=True):
+        assert_same(pair.decode.answer(request_id), answer)
+    pair.rest()
+
+
+def test_several_choices_and_log_probabilities(pair: Pair) -> None:
+    sampling = replace(SEEDED, num_logprobs=3, presence_penalty=0.5)
+    prompt = prompt_ids(70)
+    alone = pair.decode.submit(prompt, sampling, num_choices=2, salt="alone")
+    both = through(pair.prefill, pair.decode, prompt, sampling, num_choices=2)
+    for choice in range(2):
+        assert_same(pair.decode.answer(both, choice), pair.decode.answer(alone, choice))
+    pair.rest(kv_fetched_tokens_total=64)
+    scored = replace(GREEDY, num_prompt_logprobs=2)
+    again = pair.decode.answer(through(pair.prefill, pair.decode, prompt, scored, salt="scored"))
+    expected = pair.decode.answer(pair.decode.submit(prompt, scored, salt="scored alone"))
+    assert again.prompt_logprobs == expected.prompt_logprobs and again.token_ids == expected.token_ids
+    pair.rest(kv_fetched_tokens_total=64)  # its rows must all be computed
+
+
+def test_a_neighbour_that_computes_nothing(pair: Pair) -> None:
+    prompt = prompt_ids(200)
+    pair.prefill.answer(pair.prefill.submit(prompt[:100]))
+    answer = pair.decode.answer(pair.decode.submit(prompt, source=pair.prefill.source()))
+    assert answer.token_ids == pair.decode.answer(pair.decode.submit(prompt, salt="alone")).token_ids
+    assert answer.num_cached == 96
+    pair.rest(kv_fetches_incomplete_total=1)
+
+
+def test_a_source_that_is_not_there_or_is_another(pair: Pair) -> None:
+    prompt = prompt_ids(100)
+    expected = pair.decode.answer(pair.decode.submit(prompt, salt="alone")).token_ids
+    elsewhere = replace(pair.prefill.source(), port=1)
+    renamed = replace(pair.prefill.source(), group_id=GroupId("another"))
+    for number, source in enumerate((elsewhere, renamed), 1):
+        request_id = pair.decode.submit(prompt, salt=f"{number}", source=source)
+        assert pair.decode.answer(request_id, timeout_s=5.0).token_ids == expected
+        pair.rest(kv_fetches_lost_total=number)
+
+
+def test_groups_whose_blocks_differ_refuse_at_once_and_say_in_what(
+    loop: Loop, config: Callable[[str, int], GroupConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    with local_pair(loop, config("qwen3", 1), config("llama", 1)) as pair:
+        prompt = prompt_ids(100)
+        expected = pair.decode.answer(pair.decode.submit(prompt, salt="alone")).token_ids
+        answer = pair.decode.answer(through(pair.prefill, pair.decode, prompt), timeout_s=3.0)
+        assert answer.token_ids == expected and answer.num_cached == 0
+        pair.rest(kv_fetches_lost_total=1)
+        assert "head_dim (here 16, there 24)" in caplog.text
+
+
+def test_a_request_that_is_cancelled_while_its_blocks_come(pair: Pair) -> None:
+    """Its prompt is never computed: the source waits for it until the lease is closed."""
+    prompt = prompt_ids(200)
+    request_id = pair.decode.submit(prompt, source=pair.prefill.source("0f" * 16))
+    pair.prefill.wait_for("lease", kv_leases=1)
+    pair.decode.abort(request_id)
+    pair.rest(cancelled_total=1)
