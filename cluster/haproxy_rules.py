@@ -15,12 +15,14 @@ asks the health of replicas on their own ports.)
 Headers: `x-request-id` is the client's when it is harmless, else HAProxy's, and comes back exactly once
 (Serve adds one beside the router's). `x-request-timeout-seconds` is the router's to keep: Serve would end
 such a request with plain text, so it goes on under a name that Serve does not know. A header block of up to
-64 KB goes on to the router, which refuses it properly; HAProxy's own limit can only say "invalid".
+64 KB goes on to the router, which refuses it properly; HAProxy's own limit can only say "invalid" (beyond it,
+or above 1000 headers, HAProxy has not understood the request and has one answer for all such: 400).
 """
 
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 
 from router.errors import ApiError
 from router.settings import PASSED_TIMEOUT_HEADER, TIMEOUT_HEADER
@@ -30,6 +32,7 @@ _MAX_HEADERS = 1000
 _RETRY = {"retry-after": "5"}
 
 _NOT_FOUND = ApiError(404, "There is no such route.", code="not_found")
+_NO_UPGRADE = ApiError(400, "WebSocket connections are not supported.", code="unsupported_upgrade")
 _NO_APPLICATION = ApiError(503, "The server is starting or stopping.", code="no_application", headers=_RETRY)
 _NO_ROUTER = ApiError(503, "No router can be reached now.", code="no_router", headers=_RETRY)
 _FAILED = ApiError(500, "The server failed on this request.", code="internal_error")
@@ -46,10 +49,12 @@ _ERRORS = (
     _NO_ROUTER,
     ApiError(504, "The router did not answer in time.", code="router_timeout"),
 )
-# Answers inside the binary: status line, error (short: there is no room for more).
+# Answers inside the binary: status line there, error (short: there is no room for more). HAProxy says 422 to
+# a Transfer-Encoding that it does not know, for which HTTP has 501.
 _COMPILED = (
     ("400 Bad request", ApiError(400, "not valid HTTP", code="invalid_http")),
     ("408 Request Time-out", ApiError(408, "The request did not arrive in time.", code="request_timeout")),
+    ("422 Unprocessable Content", ApiError(501, "not supported", code="not_implemented")),
     ("500 Internal Server Error", ApiError(500, "server error", code="internal_error")),
     ("501 Not Implemented", ApiError(501, "not supported", code="not_implemented")),
 )
@@ -73,6 +78,8 @@ def sed_script() -> str:
         f"if {{ req.fhdr({TIMEOUT_HEADER}) -m found }}",
         f"http-request del-header {TIMEOUT_HEADER}",
         f"http-request return {_reply(_NOT_FOUND)} if {{ path,url_dec -m beg -i /-/ }}",
+        f"http-request return {_reply(_NOT_FOUND)} unless {{ path -m beg / }}",  # OPTIONS *, CONNECT
+        f"http-request return {_reply(_NO_UPGRADE)} if {{ req.hdr(upgrade) -i websocket }}",
     ]
     from_serve = [
         f"http-response return {_reply(error)} if {{ status {status} }} {_PLAIN}"
@@ -115,7 +122,8 @@ def with_own_answers(binary: bytes) -> bytes:
 
 def _compiled(status: str, error: ApiError, num_bytes: int) -> bytes:
     """A whole answer of exactly so many bytes; spaces after the JSON fill it."""
-    head = f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: "
+    line = f"{error.status} {HTTPStatus(error.status).phrase}" if error.status != int(status[:3]) else status
+    head = f"HTTP/1.1 {line}\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: "
     body = json.dumps(json.loads(error.body()), separators=(",", ":")).encode("ascii")
     room = num_bytes - len(head) - len("123\r\n\r\n")
     assert len(body) <= room <= 999, (status, len(body), room)

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 
 from cluster.guardian import Guardian
-from cluster.haproxy import write_wrapper
+from cluster.haproxy import file_switches, write_wrapper
 from cluster.marked import MARK, end_marked
 from cluster.serve_api import ServeApi, ServeApiError, ServeApiTimeout, read_token, token_path
 
@@ -239,6 +239,7 @@ def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # stop_all has drained before it ends the head
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(folder)),
+        **file_switches(folder),
     }
     for name in _HAPROXY_PORTS:  # two clusters on one machine must not share them
         environment.setdefault(name, str(free_port("0.0.0.0")))  # as HAProxy binds it

@@ -62,7 +62,7 @@ class Gate:
             return
         if scope["type"] != "http":
             if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
+                await _refuse_websocket(scope, send)
             return
         headers: RawHeaders = list(scope["headers"])
         request_id = self._new_id()
@@ -177,6 +177,17 @@ def _check_headers(headers: RawHeaders, max_bytes: int) -> None:
     host = _one(headers, b"host")
     if host is not None and not _HOST.fullmatch(host):
         raise invalid("The Host header is no host name.", code="invalid_header")
+
+
+async def _refuse_websocket(scope: Scope, send: Send) -> None:
+    """An answer in place of the upgrade, where the server can give one with a body."""
+    if "websocket.http.response" not in (scope.get("extensions") or {}):
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    error = invalid("WebSocket connections are not supported.", code="unsupported_upgrade")
+    headers = [*error_headers(error), (b"content-length", str(len(error.body())).encode("ascii"))]
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": error.body()})
 
 
 async def _respond(send: Send, status: int, body: bytes, headers: RawHeaders) -> None:

@@ -188,7 +188,11 @@ class Preparer:
             return tokenizer.encode_rendered(text, add_special_tokens=add_special_tokens)
 
         try:
-            ids = await self._workers.run(encode, settings.render_timeout_s + settings.tokenize_timeout_s)
+            ids = await self._workers.run(
+                encode,
+                settings.render_timeout_s,
+                extra_s=lambda: settings.tokenize_timeout_s if rendered else 0.0,
+            )
         except TextTimeout as error:
             if rendered:
                 raise _too_complex(error, "messages") from None

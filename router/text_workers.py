@@ -42,25 +42,31 @@ class TextWorkers:
         for _ in range(num_threads):
             self._start_thread()
 
-    async def run(self, function: Callable[[], Result], timeout_s: float) -> Result:
-        """The function's result or exception. Raises TextTimeout after `timeout_s` of running, TextBusy when
-        it has not begun after `max_queue_s`."""
+    async def run(
+        self, function: Callable[[], Result], timeout_s: float, *, extra_s: Callable[[], float] = lambda: 0.0
+    ) -> Result:
+        """The function's result or exception. Raises TextTimeout after `timeout_s` of running, and as much
+        more as `extra_s` says by then; TextBusy when it has not begun after `max_queue_s`."""
         call = _Call(function, asyncio.get_running_loop())
         self._jobs.put(call)
         queued_at = time.monotonic()
         try:
+            left_s = timeout_s
             while True:
-                await asyncio.wait((call.future,), timeout=timeout_s)
+                await asyncio.wait((call.future,), timeout=left_s)
                 if call.future.done():
                     return call.future.result()
                 if call.begun_at is None:
                     if time.monotonic() - queued_at > self._max_queue_s:
                         raise TextBusy(f"not begun within {self._max_queue_s:g} s")
-                elif time.monotonic() - call.begun_at >= timeout_s:
+                    continue
+                limit_s = timeout_s + extra_s()
+                left_s = call.begun_at + limit_s - time.monotonic()
+                if left_s <= 0.0:
                     call.replaced = True
                     self.num_replaced += 1
                     self._start_thread()
-                    raise TextTimeout(f"longer than {timeout_s:g} s")
+                    raise TextTimeout(f"longer than {limit_s:g} s")
         finally:
             call.given_up = True
 

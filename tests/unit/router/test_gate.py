@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,18 @@ def test_websockets_are_closed() -> None:
 
     asyncio.run(stack().app({"type": "websocket", "path": "/", "headers": []}, receive, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
+    sent.clear()
+    scope = {
+        "type": "websocket",
+        "path": "/",
+        "headers": [],
+        "extensions": {"websocket.http.response": {}},
+    }
+    asyncio.run(stack().app(scope, receive, send))
+    start, body = sent
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 400)
+    assert (b"content-type", b"application/json") in start["headers"]
+    assert json.loads(body["body"])["error"]["code"] == "unsupported_upgrade"
 
 
 def test_key_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -111,7 +112,27 @@ def test_template_that_hangs_without_writing() -> None:
         byte_tokenizer().backend,
         chat_template="{% for i in range(99999) %}{% for j in range(99) %}{% endfor %}{% endfor %}x",
     )
-    router = stack(tokenizer=tokenizer, render_timeout_s=0.1, tokenize_timeout_s=0.1)
+    router = stack(tokenizer=tokenizer, render_timeout_s=0.2, tokenize_timeout_s=20.0)
+    began = time.monotonic()
     response = call(router.app, CHAT, {"messages": [{"role": "user", "content": "hi"}]})
+    assert time.monotonic() - began < 5.0  # the time for tokenizing is not the template's
+    assert "took longer than 0.2 s" in error_of(response)["message"]
     assert (response.status_code, error_of(response)["code"]) == (500, "template_error")
     assert call(router.app, COMPLETIONS, {"prompt": "a"}).status_code == 200
+
+
+def test_a_call_may_earn_more_time() -> None:
+    workers = TextWorkers(1)
+    earned: list[float] = []
+
+    def first_half() -> str:
+        time.sleep(0.05)
+        earned.append(5.0)
+        time.sleep(0.3)
+        return "whole"
+
+    assert run(workers.run(first_half, 0.2, extra_s=lambda: sum(earned))) == "whole"
+    with pytest.raises(TextTimeout, match=r"longer than 0\.2 s"):
+        run(workers.run(lambda: time.sleep(1.0), 0.2, extra_s=lambda: 0.0))
+    assert workers.num_replaced == 1
+    workers.close()
