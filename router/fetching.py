@@ -105,9 +105,7 @@ class _Running:
         self._chains = chains
         self._source: GroupLink | None = None
         self._task: asyncio.Task[None] | None = None
-        self._begun_s = (
-            fetcher.clock()
-        )  # when all blocks could be read: of a prefill group, when it has ended
+        self._readable_s = fetcher.clock()  # when the source had all blocks
         self._cached_tokens = 0  # of the prompt, that the source had before this request
         self._is_computed = False  # the source has all that it was asked for
         self._has_begun = False  # the answer
@@ -152,7 +150,7 @@ class _Running:
             number += 1
             outcome = await self._compute(link, transfer_id, number)
             self._ended(link.info.group_id, outcome)
-            if outcome == _COMPUTED:
+            if outcome == _COMPUTED or self._has_begun:
                 return
             link = self._next_source(number)
             if link is None:
@@ -160,8 +158,6 @@ class _Running:
             else:
                 transfer_id = self._turn_to(link)
             self._fetcher.counts.redirects[_kind(link)] += 1
-            if self._has_begun:
-                return
             await asyncio.wait({self._attempt.taken})  # ends with the attempt at the latest, which ends us
             owner = self._attempt.owner
             assert owner is not None
@@ -196,7 +192,7 @@ class _Running:
     def _prompt_ended(self, chunk: TokenChunk) -> None:
         """At once with the chunk: the answer may begin before the task that waits for it runs."""
         if is_computed(chunk):
-            self._begun_s = self._fetcher.clock()
+            self._readable_s = self._fetcher.clock()
             self._cached_tokens = chunk.num_cached_tokens
             self._is_computed = True
 
@@ -218,7 +214,7 @@ class _Running:
         self._fetch.source = link.info.group_id
         self._cached_tokens = self._fetcher.placement.cached_tokens(self._decision, link)
         if link.info.role is not Role.PREFILL:
-            self._begun_s = self._fetcher.clock()
+            self._readable_s = self._fetcher.clock()
             self._is_computed = True
             return None
         return self._fetcher.new_transfer_id()
@@ -239,7 +235,7 @@ class _Running:
         pair: Pair = (self._source.info.group_id, reader.info.group_id)
         if pulled:
             num_bytes = pulled // reader.info.block_size * reader.info.kv_bytes_per_block
-            seconds = self._fetcher.clock() - self._begun_s - _own_s(self._decision.ranked[0])
+            seconds = self._fetcher.clock() - self._readable_s - _own_s(self._decision.ranked[0])
             pairs.on_read(pair, num_bytes, seconds)
         elif fetch.wanted_tokens:
             pairs.on_failed(pair)

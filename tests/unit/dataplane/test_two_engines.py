@@ -153,8 +153,8 @@ class Wires:
 
 
 @asynccontextmanager
-async def wired(**roles: Role) -> AsyncIterator[Wires]:
-    """Groups by name, and a router that takes them in turn."""
+async def wired(policy: PolicyConfig, **roles: Role) -> AsyncIterator[Wires]:
+    """Groups by name, and a router whose clock stands still: it keeps the rates it supposes."""
     groups: dict[str, Wired] = {}
     with ThreadPoolExecutor(1) as carrier:
         async with AsyncExitStack() as stack:
@@ -171,7 +171,9 @@ async def wired(**roles: Role) -> AsyncIterator[Wires]:
                 await everyone[order[0]].front.submit(client_id, wanted)
                 return order[0]
 
-            router = SocketDispatcher(secret=SECRET, source=source, send=send, policy=POLICY, limits=LIMITS)
+            router = SocketDispatcher(
+                secret=SECRET, source=source, send=send, policy=policy, limits=LIMITS, clock=lambda: 0.0
+            )
             await router.start()
             stack.push_async_callback(router.stop)
             await until(lambda: sum(state.is_ready for state in router.groups()) == len(everyone))
@@ -179,13 +181,13 @@ async def wired(**roles: Role) -> AsyncIterator[Wires]:
 
 
 def with_wires(
-    test: Callable[[Wires], Coroutine[Any, Any, None]], timeout_s: float = 20.0, **roles: Role
+    test: Callable[[Wires], Coroutine[Any, Any, None]], policy: PolicyConfig = POLICY, **roles: Role
 ) -> None:
     async def body() -> None:
-        async with wired(**roles) as wires:
+        async with wired(policy, **roles) as wires:
             await test(wires)
 
-    run(body(), timeout_s)
+    run(body(), 20.0)
 
 
 def ask(name: str, prompt: Sequence[int], **changes: object) -> GenerateRequest:
@@ -266,3 +268,26 @@ def test_a_source_that_is_out_of_reach_costs_time_only() -> None:
         assert (counts.pulled_tokens, counts.recomputed_tokens) == (0, 88)
 
     with_wires(test, p=Role.PREFILL, d=Role.DECODE)
+
+
+def test_a_neighbour_that_has_the_prompt_cached_is_read_from() -> None:
+    takes_turns = PolicyConfig(balance_tokens=5000.0, max_balance_tokens=1e6)  # rather than follow the cache
+
+    async def test(wires: Wires) -> None:
+        first, second = ask("first", prompt_of(4, 200)), ask("second", prompt_of(4, 230), seed=7)
+        assert tokens(await collect(wires.router, first)) == reference(first, 0)
+        decision = wires.router.explain(RequestId("first"))
+        assert decision is not None and decision.taken_by is not None
+        owner = decision.taken_by
+        await until(lambda: len(wires.router.index.blocks(owner)) >= 50)
+        chunks = await collect(wires.router, second)
+        assert tokens(chunks) == reference(second, 0)
+        assert chunks[0].num_cached_tokens == 200
+        decision = wires.router.explain(RequestId("second"))
+        assert decision is not None and decision.fetch is not None
+        assert decision.taken_by not in (None, owner)
+        assert (decision.fetch.source, decision.fetch.pulled_tokens) == (owner, 200)
+        assert wires.router.fetch_counts().sources == {"none": 1, "neighbour": 1}
+        await wires.until_idle()
+
+    with_wires(test, takes_turns, u1=Role.UNIFIED, u2=Role.UNIFIED)
