@@ -16,7 +16,7 @@ from router.pairs import PairTable
 from router.policy import PolicyConfig, RequestView, rank, split_prompt
 from router.prefix_index import PrefixIndex
 from workers.hashing import BlockHash, block_hashes
-from workers.types import GenerateRequest, GroupId, RequestId
+from workers.types import GenerateRequest, GroupId, GroupInfo, RequestId
 
 _HASH_IN_THREAD_TOKENS = 16_384  # longer prompts are hashed off the event loop
 
@@ -113,7 +113,7 @@ class Placement:
         computing = [
             link.load.view(now_s, link.silent_s)
             for link in prefill.values()
-            if link.info.exchanges_kv and num <= link.info.max_model_len
+            if link.info.exchanges_kv and num <= _max_prompt_tokens(link.info)
         ]
         cached: dict[GroupId, int] = {}
         if self._policy.pull and len(able) > 1:
@@ -137,6 +137,10 @@ class Placement:
             for group_id, count in self._index.match(chain).items()
             if group_id in links and links[group_id].info.block_size == size
         }
+
+
+def _max_prompt_tokens(info: GroupInfo) -> int:
+    return min(info.max_model_len, info.num_blocks * info.block_size)
 
 
 async def hash_prompt(request: GenerateRequest, block_sizes: Iterable[int]) -> BlockChains:

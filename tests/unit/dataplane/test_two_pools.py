@@ -185,7 +185,14 @@ def test_without_a_decode_group_nobody_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", [{"exchanges_kv": False}, {"model_hash": "other"}, {"dtype": "int8"}, {"max_model_len": 399}]
+    "facts",
+    [
+        {"exchanges_kv": False},
+        {"model_hash": "other"},
+        {"dtype": "int8"},
+        {"max_model_len": 399},
+        {"num_blocks": 99},
+    ],
 )
 def test_a_prefill_group_that_cannot_help_is_not_asked(facts: dict[str, object]) -> None:
     async def test(pools: Pools) -> None:

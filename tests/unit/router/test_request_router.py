@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from router.deployment import GroupSender
 from router.request_router import RankedRequestRouter, order_candidates
-from workers.group_start import group_id_of
+from workers.group_start import group_id_of, pool_of
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,26 @@ def test_odd_calls_fall_back_to_all_candidates_and_are_counted(pending: Any, rea
     call = router.choose_replicas(candidate_replicas=[A, B], pending_request=pending)  # type: ignore[list-item]
     assert asyncio.run(call) == [[A, B]]
     assert counted == [reason]
+
+
+class FakeHandle:
+    """A pool's Serve handle: remembers calls; its first group takes everything."""
+
+    def __init__(self, pool: str) -> None:
+        self.pool = pool
+        self.calls: list[tuple[Any, ...]] = []
+        self.submit = self
+
+    async def remote(self, client_id: str, request: Any, *, ranked_groups: tuple[str, ...]) -> str:
+        self.calls.append((client_id, request, ranked_groups))
+        return group_id_of(self.pool, "first")
+
+
+def test_a_request_goes_to_the_pool_of_the_best_group() -> None:
+    handles = {pool: FakeHandle(pool) for pool in ("unified", "prefill", "decode")}
+    send = GroupSender(handles)  # type: ignore[arg-type]  # fakes
+    order = [group_id_of("decode", "b"), group_id_of("unified", "a")]
+    assert asyncio.run(send(order, "router-1", "request")) == "decode-first"  # type: ignore[arg-type]
+    assert handles["decode"].calls == [("router-1", "request", tuple(order))]
+    assert handles["unified"].calls == handles["prefill"].calls == []
+    assert [pool_of(group_id_of(pool, "a1-b2")) for pool in handles] == list(handles)
