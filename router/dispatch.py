@@ -1,5 +1,5 @@
 """What the HTTP service asks of the placement side, as an interface: one implementation talks to groups over
-sockets (`router.groups`), another runs an engine in this process (tests)."""
+sockets (`router.dispatcher`), another runs an engine in this process (tests)."""
 
 from __future__ import annotations
 
