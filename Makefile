@@ -46,6 +46,10 @@ test: install  ## all tests, a few minutes
 test-unit: install  ## the tests that need no model and no cluster
 	$(TEST) tests/unit
 
+.PHONY: test-faults
+test-faults: install  ## processes that are stopped for longer than others wait for them
+	$(TEST) tests -m faults
+
 .PHONY: lint
 lint: install  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from tests.models import checkpoints
+from tests.models.engine_groups import group_config
+from tests.models.exchange_groups import Loop, Ranks
+from workers.config import GroupConfig
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +34,34 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         return place
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[Loop]:
+    """For groups in this process and the clients of all."""
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def long_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], GroupConfig]:
+    """Of a group of a family, for prompts of 512 tokens."""
+    root = tmp_path_factory.mktemp("long")
+
+    def of(name: str, tensor_parallel: int) -> GroupConfig:
+        folder = root / name
+        if not folder.exists():
+            key = "n_positions" if name == "gpt2" else "max_position_embeddings"
+            checkpoints.build(folder, checkpoints.family(name), **{key: 512})
+        return group_config(folder, tensor_parallel)
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """For groups in processes of their own."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.models import checkpoints
 from tests.models.checkpoints import prompt_ids
-from tests.models.engine_groups import BLOCK_SIZE, GREEDY, Answer, group_config
+from tests.models.engine_groups import BLOCK_SIZE, GREEDY, Answer
 from tests.models.exchange_groups import ForeignMember, LocalMember, Loop, Member, Ranks, through
 from workers.config import GroupConfig
 from workers.types import GroupId, SamplingParams
@@ -18,28 +17,6 @@ from workers.types import GroupId, SamplingParams
 LENGTHS = (1, 15, 16, 17, 48, 200)  # tokens of prompts
 SEEDED = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    loop = Loop()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], GroupConfig]:
-    """Of a group of a family, for prompts of 512 tokens."""
-    root = tmp_path_factory.mktemp("long")
-
-    def of(name: str, tensor_parallel: int) -> GroupConfig:
-        folder = root / name
-        if not folder.exists():
-            key = "n_positions" if name == "gpt2" else "max_position_embeddings"
-            checkpoints.build(folder, checkpoints.family(name), **{key: 512})
-        return group_config(folder, tensor_parallel)
-
-    return of
 
 
 class Pair:
@@ -78,16 +55,9 @@ def local_pair(loop: Loop, prefill: GroupConfig, decode: GroupConfig) -> Iterato
 
 
 @pytest.fixture
-def pair(loop: Loop, config: Callable[[str, int], GroupConfig]) -> Iterator[Pair]:
-    with local_pair(loop, config("llama", 1), config("llama", 1)) as pair:
+def pair(loop: Loop, long_config: Callable[[str, int], GroupConfig]) -> Iterator[Pair]:
+    with local_pair(loop, long_config("llama", 1), long_config("llama", 1)) as pair:
         yield pair
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 def assert_same(answer: Answer, expected: Answer) -> None:
@@ -101,9 +71,9 @@ def assert_same(answer: Answer, expected: Answer) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_of_two_groups_is_that_of_one(
-    loop: Loop, config: Callable[[str, int], GroupConfig], family: str
+    loop: Loop, long_config: Callable[[str, int], GroupConfig], family: str
 ) -> None:
-    with local_pair(loop, config(family, 1), config(family, 1)) as pair:
+    with local_pair(loop, long_config(family, 1), long_config(family, 1)) as pair:
         for length in LENGTHS:
             prompt = prompt_ids(length, seed=length)
             pair.check(prompt, GREEDY, f"greedy {length}")
@@ -112,11 +82,15 @@ def test_an_answer_of_two_groups_is_that_of_one(
 
 @pytest.mark.parametrize("family", ["llama", "llama_head_dim_8_mqa"])
 def test_groups_of_several_ranks(
-    loop: Loop, ranks: Ranks, config: Callable[[str, int], GroupConfig], family: str
+    loop: Loop, ranks: Ranks, long_config: Callable[[str, int], GroupConfig], family: str
 ) -> None:
     """Two KV heads, of which each rank of two has one, or one that both have."""
-    prefill = {size: ForeignMember(loop, f"prefill-{size}", config(family, size), ranks) for size in (1, 2)}
-    decode = {size: ForeignMember(loop, f"decode-{size}", config(family, size), ranks) for size in (1, 2)}
+    prefill = {
+        size: ForeignMember(loop, f"prefill-{size}", long_config(family, size), ranks) for size in (1, 2)
+    }
+    decode = {
+        size: ForeignMember(loop, f"decode-{size}", long_config(family, size), ranks) for size in (1, 2)
+    }
     try:
         for there, here in ((1, 2), (2, 1), (2, 2)):
             pair = Pair(prefill[there], decode[here])
@@ -139,8 +113,8 @@ def test_blocks_that_either_side_has_already(pair: Pair) -> None:
     pair.check(prompt, GREEDY, "all here", num_here=192)
 
 
-def test_chunks_of_any_size(loop: Loop, config: Callable[[str, int], GroupConfig]) -> None:
-    prefill, decode = config("llama", 1), config("llama", 1)
+def test_chunks_of_any_size(loop: Loop, long_config: Callable[[str, int], GroupConfig]) -> None:
+    prefill, decode = long_config("llama", 1), long_config("llama", 1)
     for there, here in ((7, 5), (16, 64)):
         with local_pair(
             loop,
@@ -197,9 +171,9 @@ def test_a_source_that_is_not_there_or_is_another(pair: Pair) -> None:
 
 
 def test_groups_whose_blocks_differ_refuse_at_once_and_say_in_what(
-    loop: Loop, config: Callable[[str, int], GroupConfig], caplog: pytest.LogCaptureFixture
+    loop: Loop, long_config: Callable[[str, int], GroupConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with local_pair(loop, config("qwen3", 1), config("llama", 1)) as pair:
+    with local_pair(loop, long_config("qwen3", 1), long_config("llama", 1)) as pair:
         prompt = prompt_ids(100)
         expected = pair.decode.answer(pair.decode.submit(prompt, salt="alone")).token_ids
         answer = pair.decode.answer(through(pair.prefill, pair.decode, prompt), timeout_s=3.0)

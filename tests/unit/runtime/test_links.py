@@ -18,7 +18,7 @@ from tests.unit.runtime.links import (
 )
 from workers.engine.step import GroupFailed
 from workers.runtime.follower_link import LeaderLost
-from workers.runtime.frames import FrameKind
+from workers.runtime.frames import FrameKind, ProtocolError
 from workers.runtime.leader_link import PROGRESS
 
 
@@ -49,6 +49,66 @@ def test_steps_arrive_in_order_and_the_end_is_orderly():
             assert not closing.is_alive()
             assert seen == {1: bodies, 2: bodies}
         assert made.failures == []
+
+
+def test_orders_are_taken_between_steps_and_reported_from_any_thread():
+    with group() as made:
+        accepting = accept_in_background(made.link)
+        with follower(made) as link:
+            accepting.join(5)
+            seen: list[bytes] = []
+            reports: list[tuple[int, bytes]] = []
+            reported = threading.Event()
+
+            def take(body: bytes) -> None:
+                seen.append(body)
+                threading.Thread(target=link.report, args=(b"done " + body,)).start()
+
+            def hear(rank: int, body: bytes) -> None:
+                reports.append((rank, body))
+                reported.set()
+
+            link.take_orders(take)
+            made.link.hear_reports(hear)
+            reading = threading.Thread(target=lambda: seen.extend(link.steps()))
+            reading.start()
+            made.link.send_order(b"while idle")
+            assert reported.wait(2) and reports == [(1, b"done while idle")]
+            made.link.send_step(b"step")
+            made.link.send_order(b"after it")
+            closing = threading.Thread(target=made.link.close)
+            closing.start()
+            reading.join(2)
+            link.close()
+            closing.join(2)
+            assert seen == [b"while idle", b"step", b"after it"]
+        assert made.failures == []
+
+
+def test_an_order_that_makes_no_sense_is_the_end_of_rank_0():
+    def refuse(_body: bytes) -> None:
+        raise ProtocolError("three blocks of four")
+
+    with group() as made:
+        accepting = accept_in_background(made.link)
+        with follower(made) as link:
+            accepting.join(5)
+            link.take_orders(refuse)
+            made.link.send_order(b"?")
+            with pytest.raises(LeaderLost, match="cannot be understood: three blocks of four"):
+                next(link.steps())
+
+
+def test_a_report_that_makes_no_sense_is_the_end_of_the_group():
+    def refuse(_rank: int, _body: bytes) -> None:
+        raise ProtocolError("half a report")
+
+    with group() as made:
+        made.link.hear_reports(refuse)
+        frames = raw_follower(made)
+        frames.send(FrameKind.REPORT, b"?")
+        assert "sent what is no message of ours: half a report" in made.reason(within_s=TIMEOUT_S)
+        frames.close()
 
 
 def test_a_closed_connection_is_noticed_at_once():
