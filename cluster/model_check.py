@@ -9,9 +9,10 @@ from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
 from cluster.embedded import canonical_path
 from cluster.problems import Problem
 from router.auth import load_api_keys
-from router.tokenizer import TextTokenizer
+from router.tokenizer import TEXT_FILES, TextTokenizer
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError, TensorParallelError
+from workers.model.files import resolve_inside
 from workers.model.spec import check_tensor_parallel
 
 
@@ -24,8 +25,10 @@ def open_model(config: TandemConfig, folder: Path) -> tuple[Checkpoint | None, l
     problems = list(_misfits(config, checkpoint))
     if canonical_path(config.model.path) != EMBEDDED_MODEL:  # that one is known by its hashes
         try:
+            for name in TEXT_FILES:
+                resolve_inside(folder, name)
             TextTokenizer.load(folder)
-        except ValueError as error:
+        except (CheckpointError, ValueError) as error:
             problems.append(Problem(path="model.path", message=str(error)))
     return checkpoint, problems
 

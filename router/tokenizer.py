@@ -28,6 +28,7 @@ from router.errors import invalid
 from router.token_bytes import TokenBytes, decoder_config
 from workers.regular_file import read_regular
 
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _MAX_TOKENIZER_BYTES = 512 << 20
 _MAX_TEXT_BYTES = 16 << 20  # of each other file
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -76,6 +76,15 @@ def test_no_file_of_a_model_may_be_anything_else(
     assert name in problem.message or "chat template" in problem.message
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_of_a_model_lies_outside_its_folder(folder: Path, name: str) -> None:
+    outside = folder.parent / name
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    (problem,) = problems_of(folder)
+    assert problem.message == f"{folder / name}: links to {outside}, outside the folder"
+
+
 @pytest.mark.parametrize("spoil", [empty, cut, Path.unlink])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_files_that_a_model_needs_are_whole(folder: Path, name: str, spoil: Callable[[Path], None]) -> None:
