@@ -14,6 +14,8 @@ from cluster.config import check_config
 from cluster.config_tree import TandemConfig
 from cluster.leaves import RANGES, Range, pattern_of
 from cluster.problems import Problem
+from tests.unit.router.client import CHAT, COMPLETIONS, call
+from tests.unit.router.fakes import stack
 
 
 def numbers(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -56,6 +58,24 @@ def test_both_ends_of_every_range_are_guarded(path: tuple[str, ...]) -> None:
     for odd in (True, "1", [1]):
         assert [p.message for p in problems_of(path, odd) if p.path == ".".join(path)] == ["wrong type"]
     assert not limits.allows(float("nan")) and not limits.allows(float("inf")) and not limits.allows(10**15)
+
+
+@pytest.mark.parametrize("end", ["least", "most"])
+def test_a_router_serves_with_every_limit_at_an_end_of_its_range(end: str) -> None:
+    settings: dict[str, float] = {}
+    for path, limits in RANGES.items():
+        part, _, name = path.rpartition(".")
+        # 0.01 s for a text is for an idle machine.
+        if part == "router.http" and name not in ("render_timeout_s", "tokenize_timeout_s"):
+            settings[name] = getattr(limits, end)
+    assert len(settings) > 20
+    router = stack(**settings)
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 2, "stream": True}),
+    ):
+        assert call(router.app, path, body).status_code == 200
+    router.service.close()
 
 
 @pytest.mark.parametrize(
