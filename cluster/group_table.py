@@ -2,22 +2,24 @@
 
     Serve's controller   deployments and replicas: state, node, age, what is wanted, what went wrong
     group directory      groups: phase, reason, restarts, process ids of the ranks
-    router's /metrics    load: running, waiting, KV blocks
-    router's /load       pairs of groups of which one has read KV blocks of the other
+    router's /metrics    load: running, waiting, KV blocks; pairs of which one has read blocks of the other
 
 Each may be away: a row then has None where nobody could say. Pure: everything comes as arguments.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.group_metrics import KV_BLOCKS, RUNNING, WAITING
 from router.metric_spec import PREFIX
+from router.metrics import KV_PAIR_FAILURES, KV_PAIR_RATE, KV_PAIR_READS
 from workers.directory import GroupEntry, GroupPhase
 
 # Serve's replica states, in our words.
@@ -45,6 +47,12 @@ _LOAD_FIELDS = {
     (PREFIX + KV_BLOCKS.name, "free"): "free_blocks",
     (PREFIX + KV_BLOCKS.name, "cached"): "cached_blocks",
     (PREFIX + KV_BLOCKS.name, "active"): "active_blocks",
+}
+
+# Series of /metrics -> field of PairRow.
+_PAIR_FIELDS = {
+    f"{PREFIX}{KV_PAIR_READS.name}_total": "num_reads",
+    f"{PREFIX}{KV_PAIR_FAILURES.name}_total": "num_failed",
 }
 
 
@@ -85,13 +93,13 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRow:
-    """Two groups between which KV blocks have been read, as one router replica knows it."""
+    """Two groups between which KV blocks have been read, as all router replicas together know it."""
 
     source: str
     reader: str
-    num_reads: int
-    num_failed: int
-    bytes_per_s: float | None  # None: not measured yet
+    num_reads: int = 0
+    num_failed: int = 0
+    bytes_per_s: float | None = None  # mean of those that have measured it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +128,23 @@ def parse_loads(metrics_text: str) -> dict[str, ReportedLoad]:
     return loads
 
 
-def parse_pairs(load: object) -> list[PairRow]:
-    """The pairs in a body of `/load`; none in that of a router of another version."""
-    found = load.get("pairs") if isinstance(load, Mapping) else None
-    try:
-        return [PairRow(**pair) for pair in found or ()]
-    except TypeError:
-        return []
+def parse_pairs(metrics_text: str) -> list[PairRow]:
+    """The pairs in the text of `/metrics`, by their ids."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    rates: dict[tuple[str, str], list[float]] = {}
+    for family in text_string_to_metric_families(metrics_text):
+        for sample in family.samples:
+            pair = (sample.labels.get("source", ""), sample.labels.get("reader", ""))
+            if sample.name == PREFIX + KV_PAIR_RATE.name:
+                rates.setdefault(pair, []).append(sample.value)
+            elif (field := _PAIR_FIELDS.get(sample.name)) is not None:
+                counts.setdefault(pair, Counter())[field] += int(sample.value)
+    return [
+        PairRow(
+            source=pair[0], reader=pair[1], bytes_per_s=fmean(rates[pair]) if pair in rates else None, **count
+        )
+        for pair, count in sorted(counts.items())
+    ]
 
 
 def application_statuses(

@@ -153,6 +153,7 @@ _GROUPS = (
     ),
 )
 
+_PAIR_NAME = "{{source}} to {{reader}}"
 _EXCHANGE = (
     Panel(
         title="Blocks to come from",
@@ -202,6 +203,28 @@ _EXCHANGE = (
             Query(f"max by (group) (tandem_kv_leases{_OF})", "{{group}}"),
             Query(_sum_rate("kv_leases_expired_total"), "expired a second"),
         ),
+    ),
+    Panel(
+        title="Reads by pair",
+        description="A second; failed: those that brought nothing, though the source had it.",
+        unit="ops",
+        queries=(
+            Query(f"sum by (source, reader) ({_rate('kv_pair_reads_total')})", _PAIR_NAME),
+            Query(f"sum by (source, reader) ({_rate('kv_pair_failures_total')})", f"failed: {_PAIR_NAME}"),
+        ),
+    ),
+    Panel(
+        title="Bytes between groups",
+        description="KV blocks that came, a second.",
+        unit="Bps",
+        queries=(Query(f"sum by (source, reader) ({_rate('kv_pair_bytes_total')})", _PAIR_NAME),),
+        is_stacked=True,
+    ),
+    Panel(
+        title="Speed of a read",
+        description="As requests saw it, and placement expects of the next one; mean of the routers.",
+        unit="Bps",
+        queries=(Query(f"avg by (source, reader) (tandem_kv_pair_bytes_per_second{_OF})", _PAIR_NAME),),
     ),
 )
 

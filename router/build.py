@@ -41,6 +41,7 @@ def build_service(
         admission=admission,
         groups=dispatcher.groups,
         fetches=dispatcher.fetch_counts,
+        pairs=dispatcher.pairs,
         clock=time.monotonic,
     )
     preparer = Preparer(

@@ -65,6 +65,7 @@ class PairState(NamedTuple):
     num_reads: int  # that brought something
     num_failed: int
     bytes_per_s: float | None  # None: not measured yet
+    num_bytes: int = 0  # that the reads brought
 
 
 @dataclass(slots=True)

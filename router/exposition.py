@@ -103,4 +103,5 @@ def _of(spec: MetricSpec, rows: Iterable[Labelled]) -> Iterator[tuple[list[str],
     for values, series in rows:
         for name, label, value in series:
             if name == spec.name:
-                yield [*values, *([label] if spec.labels else [])], value
+                own = label.split(" ", len(spec.labels) - 1) if spec.labels else []
+                yield [*values, *own], value

@@ -13,5 +13,5 @@ class MetricSpec:
 
     name: str  # without prefix, and without _total
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # its own; a series has their values in one text, with spaces between
     buckets: tuple[float, ...] = ()  # seconds, of histograms

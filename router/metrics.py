@@ -9,10 +9,10 @@ aborted ones. `router.telemetry` brings the cells of all replicas together, `rou
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from router.admission import Admission
-from router.dispatch import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState
+from router.dispatch import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState, PairState
 from router.group_metrics import CarriedTotals, group_counts
 from router.metric_spec import MetricSpec
 from router.snapshot import HistogramCounts, RouterSnapshot, Series
@@ -41,6 +41,11 @@ KV_REDIRECTS = MetricSpec("kv_redirects", "Sources that failed, by who was to gi
 KV_PULLED = MetricSpec("kv_pulled_tokens", "Prompt tokens whose KV blocks were read from another group")
 KV_RECOMPUTED = MetricSpec("kv_recomputed_tokens", "Prompt tokens that should have been read, and were not")
 PREFILLS = MetricSpec("prefill_dispatches", "Prompts given to prefill groups, by how it ended", ("outcome",))
+_PAIR = ("source", "reader")
+KV_PAIR_READS = MetricSpec("kv_pair_reads", "Reads that brought KV blocks from a group to another", _PAIR)
+KV_PAIR_FAILURES = MetricSpec("kv_pair_failures", "Those that brought nothing, though it was there", _PAIR)
+KV_PAIR_BYTES = MetricSpec("kv_pair_bytes", "What the reads of two groups brought", _PAIR)
+KV_PAIR_RATE = MetricSpec("kv_pair_bytes_per_second", "How fast placement expects a read to be", _PAIR)
 DISCONNECTS = MetricSpec("client_disconnects", "Clients that left before their answer was complete")
 TTFT = MetricSpec("ttft_seconds", "From the request's arrival to its first token", (), _QUEUE_S)
 E2E = MetricSpec("e2e_seconds", "From the request's arrival to its end", (), _WHOLE_S)
@@ -62,12 +67,15 @@ COUNTERS = (
     KV_PULLED,
     KV_RECOMPUTED,
     PREFILLS,
+    KV_PAIR_READS,
+    KV_PAIR_FAILURES,
+    KV_PAIR_BYTES,
 )
 HISTOGRAMS = (TTFT, E2E, ITL)
 INFLIGHT = MetricSpec("requests_inflight", "Admitted requests that have not ended")
 QUEUED = MetricSpec("queue_requests", "Admitted requests without a token yet")
 QUEUED_TOKENS = MetricSpec("queue_tokens", "Prompt tokens of those")
-GAUGES = (INFLIGHT, QUEUED, QUEUED_TOKENS)
+GAUGES = (INFLIGHT, QUEUED, QUEUED_TOKENS, KV_PAIR_RATE)
 TELEMETRY_AGE = MetricSpec("telemetry_age_seconds", "Age of the replica's counts in this answer")
 REASONS = ("stop", "length", "aborted", "error")
 
@@ -101,6 +109,7 @@ class RouterMetrics:
         admission: Admission,
         groups: Callable[[], Iterable[GroupState]],
         fetches: Callable[[], FetchCounts],
+        pairs: Callable[[], Iterable[PairState]],
         clock: Callable[[], float],
     ) -> None:
         """`clock` is monotonic seconds."""
@@ -109,6 +118,7 @@ class RouterMetrics:
         self._admission = admission
         self._groups = groups
         self._fetches = fetches
+        self._pairs = pairs
         self._totals = CarriedTotals(clock)
         self._counts: dict[tuple[str, str], float] = {}
         self.ttft_s = HistogramCell(TTFT.buckets)
@@ -136,12 +146,14 @@ class RouterMetrics:
         states = list(self._groups())
         self._totals.update(states)
         present = {str(state.group_id): state for state in states}
+        pairs = list(self._pairs())
         return RouterSnapshot(
             model=self.model,
             replica=self.replica,
             counters=[
                 *((name, label, value) for (name, label), value in sorted(self._counts.items())),
                 *_fetch_series(self._fetches()),
+                *_pair_totals(pairs),
             ],
             histograms={
                 spec.name: cell.counts_now()
@@ -151,6 +163,7 @@ class RouterMetrics:
                 (INFLIGHT.name, "", self._admission.num_inflight),
                 (QUEUED.name, "", self._admission.num_queued),
                 (QUEUED_TOKENS.name, "", self._admission.queued_tokens),
+                *_pair_rates(pairs),
             ],
             groups=[
                 group_counts(group, present.get(group), self._totals.of(group))
@@ -168,3 +181,17 @@ def _fetch_series(counts: FetchCounts) -> list[Series]:
         (KV_RECOMPUTED.name, "", counts.recomputed_tokens),
         *((PREFILLS.name, outcome, counts.prefills[outcome]) for outcome in PREFILL_OUTCOMES),
     ]
+
+
+def _pair_totals(pairs: Iterable[PairState]) -> Iterator[Series]:
+    for pair in pairs:
+        label = f"{pair.source} {pair.reader}"
+        yield KV_PAIR_READS.name, label, pair.num_reads
+        yield KV_PAIR_FAILURES.name, label, pair.num_failed
+        yield KV_PAIR_BYTES.name, label, pair.num_bytes
+
+
+def _pair_rates(pairs: Iterable[PairState]) -> Iterator[Series]:
+    for pair in pairs:
+        if pair.bytes_per_s is not None:
+            yield KV_PAIR_RATE.name, f"{pair.source} {pair.reader}", pair.bytes_per_s

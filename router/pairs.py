@@ -26,6 +26,7 @@ class _Known:
     num_reads: int = 0  # that brought something
     num_failed: int = 0
     num_failed_in_a_row: int = 0
+    num_bytes: int = 0
     num_rates: int = 0
     bytes_per_s: float = 0.0
     barred_until_s: float = float("-inf")
@@ -43,6 +44,7 @@ class PairTable:
         """Blocks have come; `seconds` is what they took beside everything else that the request did."""
         known = self._pairs.setdefault(pair, _Known())
         known.num_reads += 1
+        known.num_bytes += num_bytes
         known.num_failed_in_a_row = 0
         if num_bytes < _MIN_OBSERVED_BYTES:
             return
@@ -75,7 +77,11 @@ class PairTable:
         """All pairs, by their ids."""
         return [
             PairState(
-                *pair, known.num_reads, known.num_failed, known.bytes_per_s if known.num_rates else None
+                *pair,
+                known.num_reads,
+                known.num_failed,
+                known.bytes_per_s if known.num_rates else None,
+                known.num_bytes,
             )
             for pair, known in sorted(self._pairs.items())
         ]

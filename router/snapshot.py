@@ -14,7 +14,7 @@ import msgspec
 
 LIVE_S = 5.0  # a replica whose snapshot is older than this has gone
 
-Series = tuple[str, str, float]  # name of the table, value of its own label or "", value
+Series = tuple[str, str, float]  # name of the table, values of its own labels or "", value
 
 
 class HistogramCounts(msgspec.Struct, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -61,9 +60,10 @@ def status(
             details = api.details()
             names = sorted(details.get("applications", {}))
             entries = services.entries(address, names)
-            loads = parse_loads(_ask_router(details, headers, "/metrics"))
-            pairs = parse_pairs(_json(_ask_router(details, headers, "/load")))
-            statuses = application_statuses(details, entries, loads, pairs, now=time.time())
+            metrics = _metrics(details, headers)
+            statuses = application_statuses(
+                details, entries, parse_loads(metrics), parse_pairs(metrics), now=time.time()
+            )
             if as_json:
                 terminal.emit(dashboard=api.url, applications=[asdict(status) for status in statuses])
             else:
@@ -75,8 +75,8 @@ def status(
             raise typer.Exit(1)
 
 
-def _ask_router(details: dict[str, Any], headers: Mapping[str, str], path: str) -> str:
-    """What a router of ours says; nothing when none answers or wants another key."""
+def _metrics(details: dict[str, Any], headers: Mapping[str, str]) -> str:
+    """The text of `/metrics` of our router; nothing when it does not answer or wants another key."""
     options = details.get("http_options") or {}
     url = ingress_url(options.get("host", "127.0.0.1"), options.get("port", 8000))
     applications = details.get("applications", {}).values()
@@ -85,17 +85,11 @@ def _ask_router(details: dict[str, Any], headers: Mapping[str, str], path: str) 
         "/",
     )
     try:
-        response = httpx.get(url + prefix.rstrip("/") + path, headers=headers, timeout=5.0, trust_env=False)
+        address = url + prefix.rstrip("/") + "/metrics"
+        response = httpx.get(address, headers=headers, timeout=5.0, trust_env=False)
     except httpx.HTTPError:
         return ""
     return response.text if response.status_code == 200 else ""
-
-
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> None:

@@ -39,6 +39,7 @@ class LocalDispatcher:
     """router.dispatch.Dispatcher over an engine in a thread of this process. Any event loop may use it."""
 
     def __init__(self, engine: Engine, info: GroupInfo) -> None:
+        self.known_pairs: tuple[PairState, ...] = ()  # what it says of groups that read from each other
         self._info = info
         self._stats = GroupStats()
         self._waiting: dict[RequestId, tuple[asyncio.AbstractEventLoop, asyncio.Queue[TokenChunk]]] = {}
@@ -74,7 +75,7 @@ class LocalDispatcher:
         )
 
     def pairs(self) -> Sequence[PairState]:
-        return ()
+        return self.known_pairs
 
     def fetch_counts(self) -> FetchCounts:
         return FetchCounts()

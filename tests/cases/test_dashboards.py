@@ -13,10 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dashboards.__main__ import FILES, text_of
 from dashboards.grafana import DATASOURCE
+from router.dispatch import PairState
 from tests.cases.serving import COMPLETIONS, serving
 from tests.models.checkpoints import successor
 from tests.models.toy_tokenizers import byte_tokenizer
 from tests.unit.router.client import call
+from workers.types import GroupId
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
 VARIABLES = {"$__rate_interval": "1m", "$model": ".*"}
@@ -60,6 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     with serving(folder) as running:
         assert running.post(COMPLETIONS, {"prompt": "ab", "max_tokens": 3}).status_code == 200
         assert running.post(COMPLETIONS, {"prompt": "ab", "n": 0}).status_code == 400
+        running.dispatcher.known_pairs = (PairState(GroupId("p"), GroupId("d"), 1, 0, 1e9, 4096),)
         text = call(running.stack.app, "/metrics").text
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):

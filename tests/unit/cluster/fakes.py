@@ -32,7 +32,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.details: dict[str, Any] = {"applications": {}}
         self.answers_dashboard = True
-        self.load: Any = {}
+        self.metrics = METRICS
         self.prefix = ""  # of the API's paths
         self.key: str | None = None  # that the API wants
         self.puts: list[Any] = []  # bodies of deployments
@@ -90,9 +90,7 @@ class FakeServer:
                 elif self.path == f"{server.prefix}/v1/models":
                     self._answer({"data": [{"id": "Fake"}]})
                 elif self.path == f"{server.prefix}/metrics":
-                    self._answer(METRICS.encode())
-                elif self.path == f"{server.prefix}/load":
-                    self._answer(server.load)
+                    self._answer(server.metrics.encode())
                 elif self.path == f"{server.prefix}/ready":
                     self._answer({})
                 else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cluster.group_table import ReportedLoad, application_statuses, parse_loads, parse_pairs
+from cluster.group_table import ReportedLoad, application_statuses, parse_loads
 from cluster.serve_api import ingress_url
 from tests.unit.cluster.conftest import World
 from tests.unit.cluster.fakes import METRICS
@@ -118,9 +119,9 @@ def test_pools_and_who_reads_from_whom(world: World) -> None:
         replace(entry(name), group_id=GroupId(f"{role.value}-{name}"), pool=role.value, role=role)
         for name, role in (("p1", Role.PREFILL), ("d1", Role.DECODE))
     ]
-    read = {"source": "prefill-p1", "reader": "decode-d1", "num_reads": 7, "num_failed": 0}
-    gone = {"source": "prefill-p0", "reader": "decode-d1", "num_reads": 7, "num_failed": 0, "bytes_per_s": 1}
-    world.server.load = {"pairs": [{**read, "bytes_per_s": 2.5e8}, gone]}
+    r1, r2 = (pair_series(router, "prefill-p1", "decode-d1") for router in ("r1", "r2"))
+    gone = pair_series("r1", "prefill-p0", "decode-d1")  # a group that has left
+    world.server.metrics = r1(4, 0, 2e8) + r2(3, 0, 3e8) + gone(7, 0, 1e8)
     done = world.run("status", "--dashboard", world.server.url)
     lines = done.stdout.splitlines()
     assert [line.split()[:3] for line in lines[2:4]] == [
@@ -128,14 +129,34 @@ def test_pools_and_who_reads_from_whom(world: World) -> None:
         ["decode-d1", "decode", "ready"],
     ]
     assert lines[4:] == ["  decode-d1 reads from prefill-p1: 7 times, 250 MB/s"]
-    world.server.load["pairs"][0] = {**read, "bytes_per_s": None, "num_failed": 2}
+    world.server.metrics = r1(4, 2, None) + r2(3, 0, None)
     done = world.run("status", "--dashboard", world.server.url)
     assert done.stdout.splitlines()[4] == ("  decode-d1 reads from prefill-p1: 7 times, 2 brought nothing")
     done = world.run("status", "--dashboard", world.server.url, "--json")
     (application,) = json.loads(done.stdout)["applications"]
-    assert application["pairs"] == [{**read, "num_failed": 2, "bytes_per_s": None}]
-    for odd in ([], {"pairs": [{"source": "a"}]}, {"pairs": [1]}, {"pairs": None}, {"pairs": 5}):
-        assert parse_pairs(odd) == []
+    assert application["pairs"] == [
+        {
+            "source": "prefill-p1",
+            "reader": "decode-d1",
+            "num_reads": 7,
+            "num_failed": 2,
+            "bytes_per_s": None,
+        }
+    ]
+
+
+def pair_series(router: str, source: str, reader: str) -> Callable[[int, int, float | None], str]:
+    """What a router says of a pair: from reads, failed ones and bytes a second to lines of /metrics."""
+    labels = f'{{model="toy",replica="{router}",source="{source}",reader="{reader}"}}'
+
+    def lines(num_reads: int, num_failed: int, bytes_per_s: float | None) -> str:
+        rate = "" if bytes_per_s is None else f"tandem_kv_pair_bytes_per_second{labels} {bytes_per_s}\n"
+        return (
+            f"tandem_kv_pair_reads_total{labels} {num_reads}\n"
+            f"tandem_kv_pair_failures_total{labels} {num_failed}\n{rate}"
+        )
+
+    return lines
 
 
 def test_json_has_the_same(world: World) -> None:

@@ -186,6 +186,7 @@ def test_rates_and_failures_of_a_pair() -> None:
     table.on_failed((P, E))
     assert table.barred() == {(P, E)}
     assert [state[:4] for state in table.states()] == [(P, D, 3, 0), (P, E, 0, 2), (Q, D, 1, 0)]
+    assert [state.num_bytes for state in table.states()] == [4_001_000, 0, 10_000_000]
     assert table.states()[1] == PairState(P, E, 0, 2, None)
     now_s = 110.0
     assert table.barred() == frozenset()

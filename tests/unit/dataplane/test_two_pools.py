@@ -65,7 +65,7 @@ def test_a_long_prompt_is_computed_by_one_group_and_answered_by_another() -> Non
         counts = router.fetch_counts()
         assert (counts.sources, counts.prefills, counts.redirects) == ({"prefill": 1}, {"computed": 1}, {})
         assert (counts.pulled_tokens, counts.recomputed_tokens) == (396, 0)
-        assert router.pairs() == [PairState("p", "d", 1, 0, None)]
+        assert router.pairs() == [PairState("p", "d", 1, 0, None, 396 // 4 * 64)]
 
     with_pools(test)
 

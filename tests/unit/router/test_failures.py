@@ -145,12 +145,12 @@ def test_prefill_groups_alone_serve_nobody() -> None:
 
 
 def test_roles_and_pairs_are_in_the_load() -> None:
-    pair = PairState(GroupId("p"), GroupId("d"), 3, 1, 2.5e8)
+    pair = PairState(GroupId("p"), GroupId("d"), 3, 1, 2.5e8, 7)
     dispatcher = FakeDispatcher(states=(replace(READY, role=Role.DECODE),), known_pairs=(pair,))
     load = call(stack(dispatcher).app, "/load").json()
     assert [group["role"] for group in load["groups"]] == ["decode"]
     assert load["pairs"] == [
-        {"source": "p", "reader": "d", "num_reads": 3, "num_failed": 1, "bytes_per_s": 2.5e8}
+        {"source": "p", "reader": "d", "num_reads": 3, "num_failed": 1, "bytes_per_s": 2.5e8, "num_bytes": 7}
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission import Admission
-from router.dispatch import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState
+from router.dispatch import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState, PairState
 from router.errors import ApiError
 from router.exposition import cumulative
 from router.metrics import HistogramCell, RouterMetrics
@@ -18,7 +18,7 @@ from router.settings import RouterSettings
 from tests.unit.router.client import COMPLETIONS, call, until
 from tests.unit.router.fakes import INFO, READY, FakeDispatcher, says, stack
 from workers.snapshots import RETAIN_S
-from workers.types import GroupStats
+from workers.types import GroupId, GroupStats
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -150,6 +150,7 @@ def test_a_group_that_has_left_is_forgotten_after_a_while() -> None:
         admission=admission,
         groups=dispatcher.groups,
         fetches=dispatcher.fetch_counts,
+        pairs=dispatcher.pairs,
         clock=clock,
     )
     assert [group.group for group in metrics.snapshot().groups] == ["g0"]
@@ -194,6 +195,19 @@ def test_what_came_of_reading_blocks() -> None:
     assert [only(text, "kv_fetch_failures_total", group="g0", reason=r) for r in reasons] == [0, 2, 1, 0, 0]
     assert only(text, "kv_transferring_blocks", group="g0") == 3
     assert only(text, "kv_leases", group="g0") == 4
+
+
+def test_what_is_known_of_pairs() -> None:
+    known = (
+        PairState(GroupId("p"), GroupId("d"), 3, 1, 2.5e8, 4096),
+        PairState(GroupId("p"), GroupId("e"), 0, 2, None),
+    )
+    text = call(stack(FakeDispatcher(known_pairs=known)).app, "/metrics").text
+    names = ("kv_pair_reads_total", "kv_pair_failures_total", "kv_pair_bytes_total")
+    told = [[only(text, name, source="p", reader=reader) for name in names] for reader in ("d", "e")]
+    assert told == [[3, 1, 4096], [0, 2, 0]]
+    assert only(text, "kv_pair_bytes_per_second", source="p", reader="d") == 2.5e8
+    assert text.count("tandem_kv_pair_bytes_per_second{") == 1  # the other one is not measured
 
 
 def replace_stats(stats: GroupStats) -> GroupState:
