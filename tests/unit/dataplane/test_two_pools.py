@@ -225,6 +225,7 @@ def test_a_neighbour_s_cache_is_read_instead_of_computing() -> None:
         await collect(router, request("first", LONG))
         owner, other = (u1, u2) if u1.requests else (u2, u1)
         await until(lambda: router.index.number(owner.name) == owner.number)
+        await until(lambda: not any(state.stats.num_running for state in router.groups()))
         owner.is_paused = True
         busy = asyncio.create_task(collect(router, request("busy", (*LONG, *range(800)))))
         await until(lambda: "busy" in owner.jobs)
@@ -250,6 +251,7 @@ def test_neighbours_are_left_alone_when_pulling_is_off() -> None:
         await collect(router, request("first", LONG))
         owner = u1 if u1.requests else u2
         await until(lambda: router.index.number(owner.name) == owner.number)
+        await until(lambda: not any(state.stats.num_running for state in router.groups()))
         owner.is_paused = True
         busy = asyncio.create_task(collect(router, request("busy", (*LONG, *range(2800)))))
         await until(lambda: "busy" in owner.jobs)
