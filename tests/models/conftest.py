@@ -46,14 +46,14 @@ def loop() -> Iterator[Loop]:
 
 @pytest.fixture(scope="session")
 def long_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], GroupConfig]:
-    """Of a group of a family, for prompts of 512 tokens."""
+    """Of a group of a family, for prompts of 2,048 tokens (gpt2: 480)."""
     root = tmp_path_factory.mktemp("long")
 
     def of(name: str, tensor_parallel: int) -> GroupConfig:
         folder = root / name
         if not folder.exists():
             key = "n_positions" if name == "gpt2" else "max_position_embeddings"
-            checkpoints.build(folder, checkpoints.family(name), **{key: 512})
+            checkpoints.build(folder, checkpoints.family(name), **{key: 512 if name == "gpt2" else 2200})
         return group_config(folder, tensor_parallel)
 
     return of

@@ -11,7 +11,7 @@ import pytest
 from tests.models.checkpoints import prompt_ids
 from tests.models.engine_groups import BLOCK_SIZE, GREEDY, Answer
 from tests.models.exchange_groups import ForeignMember, LocalMember, Loop, Member, Ranks, through
-from workers.config import GroupConfig
+from workers.config import GroupConfig, TransferConfig
 from workers.types import GroupId, SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 48, 200)  # tokens of prompts
@@ -122,6 +122,37 @@ def test_chunks_of_any_size(loop: Loop, long_config: Callable[[str, int], GroupC
             replace(decode, schedule=replace(decode.schedule, max_prefill_chunk=here)),
         ) as pair:
             pair.check(prompt_ids(480), GREEDY, "")
+
+
+@pytest.mark.parametrize("transport", ["memory", "sockets", "process_group"])
+def test_every_transport(loop: Loop, long_config: Callable[[str, int], GroupConfig], transport: str) -> None:
+    """Prompts of 512 and 2,048 tokens."""
+    config = long_config("llama", 1)
+    config = replace(
+        config,
+        transfer=TransferConfig(transport=transport),
+        cache=replace(config.cache, num_blocks=400),
+    )
+    with local_pair(loop, config, config) as pair:
+        for length in (512, 2048):
+            pair.check(prompt_ids(length), GREEDY, f"{length}")
+        assert isinstance(pair.decode, LocalMember)
+        assert [route.transport for route in pair.decode.host.routes()] == [transport]
+
+
+def test_groups_that_exchange_nothing(loop: Loop, long_config: Callable[[str, int], GroupConfig]) -> None:
+    config = long_config("llama", 1)
+    closed = replace(config, transfer=TransferConfig(enabled=False))
+    prompt = prompt_ids(100)
+    with local_pair(loop, closed, config) as pair:
+        assert (pair.prefill.info.exchanges_kv, pair.decode.info.exchanges_kv) == (False, True)
+        expected = pair.decode.answer(pair.decode.submit(prompt, salt="alone")).token_ids
+        there, here = pair.prefill.source(), pair.decode.source()
+        answer = pair.decode.answer(pair.decode.submit(prompt, source=there))
+        assert answer.token_ids == expected and answer.num_cached == 0
+        assert pair.prefill.answer(pair.prefill.submit(prompt, source=here)).token_ids == expected
+        pair.rest(kv_fetches_lost_total=1)
+        pair.prefill.wait_for("no fetch", kv_fetches_total=0, prompt_tokens_total=100)
 
 
 def test_many_at_once(pair: Pair) -> None:
