@@ -97,9 +97,9 @@ class LeaderHost:
         return await asyncio.shield(self._ended)
 
     async def drain(self, timeout_s: float) -> int:
-        """Wait until nobody waits for tokens any more; returns how many requests are left at the end."""
+        """Wait until nobody waits for tokens, or reads blocks, any more; returns how many requests are left."""
         deadline = self._asyncio_loop.time() + timeout_s
-        while self.num_requests and self._asyncio_loop.time() < deadline:
+        while (self.num_requests or self.num_leases) and self._asyncio_loop.time() < deadline:
             if self._ended.done():
                 break
             await asyncio.sleep(0.05)
@@ -109,6 +109,11 @@ class LeaderHost:
     def num_requests(self) -> int:
         """Requests whose tokens somebody waits for."""
         return self._server.num_requests if self._server is not None else 0
+
+    @property
+    def num_leases(self) -> int:
+        """Readers of this group's blocks."""
+        return self._exchange.desk.num_leases if self._exchange is not None else 0
 
     def routes(self) -> list[Route]:
         """How KV blocks of other groups come to rank 0 now."""

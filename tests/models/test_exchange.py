@@ -213,6 +213,17 @@ def test_groups_whose_blocks_differ_refuse_at_once_and_say_in_what(
         assert "head_dim (here 16, there 24)" in caplog.text
 
 
+def test_a_group_that_is_drained_waits_for_its_readers(pair: Pair, loop: Loop) -> None:
+    prompt = prompt_ids(200)
+    assert isinstance(pair.prefill, LocalMember)
+    pair.prefill.answer(pair.prefill.submit(prompt[:100]))
+    request_id = pair.decode.submit(prompt, source=pair.prefill.source("0f" * 16))
+    pair.prefill.wait_for("lease", kv_leases=1)
+    assert loop.run(pair.prefill.host.drain(0.2)) == 0 and pair.prefill.host.num_leases == 1
+    pair.decode.abort(request_id)
+    assert loop.run(pair.prefill.host.drain(5.0)) == 0 and pair.prefill.host.num_leases == 0
+
+
 def test_a_request_that_is_cancelled_while_its_blocks_come(pair: Pair) -> None:
     """Its prompt is never computed: the source waits for it until the lease is closed."""
     prompt = prompt_ids(200)
