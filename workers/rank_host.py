@@ -97,7 +97,7 @@ class LeaderHost:
         return await asyncio.shield(self._ended)
 
     async def drain(self, timeout_s: float) -> int:
-        """Wait until nobody waits for tokens, or reads blocks, any more; returns how many requests are left."""
+        """Wait until nobody waits for tokens or reads blocks any more; returns how many requests are left."""
         deadline = self._asyncio_loop.time() + timeout_s
         while (self.num_requests or self.num_leases) and self._asyncio_loop.time() < deadline:
             if self._ended.done():
