@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
@@ -30,11 +30,11 @@ from torch._C._distributed_c10d import TCPStore
 from workers.transfer.layout import Piece
 from workers.transfer.link import PeerLink, limit_waits
 from workers.transfer.messages import (
-    MAX_FRAME_BYTES,
     MAX_READ_BLOCKS,
     Check,
     Data,
     FrameReader,
+    Message,
     MessageError,
     Pair,
     Read,
@@ -117,6 +117,7 @@ class PairReader:
         self._pool = pool
         host, device = link.own_address, pool.blocks.device
         limit = timedelta(seconds=timeout_s)
+        self._buffer = torch.empty(_buffer_bytes(pool), dtype=torch.uint8, device=device)
         try:
             store = _open_store(host, limit)
             link.send(Pair(host=host, port=store.port, timeout_s=timeout_s))
@@ -124,7 +125,6 @@ class PairReader:
         except RuntimeError as error:
             raise _failed(link, error) from error
         self._store = store  # must live as long as the group
-        self._buffer = torch.empty(_buffer_bytes(pool), dtype=torch.uint8, device=device)
 
     def read(self, blocks: Sequence[BlockRead], pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -178,9 +178,20 @@ class PairReader:
 class PairOwner:
     """The owner's side: a thread that serves one reader until the connection or the group fails."""
 
-    def __init__(self, connection: socket.socket, pair: Pair, source: Source) -> None:
-        """Takes over the greeted connection."""
+    def __init__(
+        self,
+        connection: socket.socket,
+        pair: Pair,
+        source: Source,
+        frames: FrameReader,
+        behind: Iterable[Message],
+    ) -> None:
+        """Takes over the greeted connection, with the frame that is unfinished in `frames` and the messages
+        that have come `behind` PAIR: a reader whose half of the group is made at once asks before the owner
+        has heard of it."""
         self._connection = connection
+        self._frames = frames
+        self._behind = tuple(behind)
         self._pair = pair
         self._timeout_s = min(pair.timeout_s, _MAX_TIMEOUT_S)
         self._source = source
@@ -214,20 +225,23 @@ class PairOwner:
         host = str(self._connection.getsockname()[0])
         group = PairGroup(store, _OWNER, host, pool.blocks.device, self._timeout_s)
         buffer = torch.empty(_buffer_bytes(pool), dtype=torch.uint8, device=pool.blocks.device)
-        frames = FrameReader()
-        frames.max_frame_bytes = MAX_FRAME_BYTES
         try:
+            for message in self._behind:
+                self._answer(message, group, buffer)
             while data := self._connection.recv(_RECEIVE_BYTES):
-                for message in frames.feed(data):
-                    if isinstance(message, Read):
-                        self._send(message, group, buffer)
-                    elif isinstance(message, Check):
-                        for part in self._source.answer(message):
-                            self._connection.sendall(part)
-                    else:
-                        raise MessageError(f"a {type(message).__name__} frame out of order")
+                for message in self._frames.feed(data):
+                    self._answer(message, group, buffer)
         finally:
             group.abort()
+
+    def _answer(self, message: Message, group: PairGroup, buffer: torch.Tensor) -> None:
+        if isinstance(message, Read):
+            self._send(message, group, buffer)
+        elif isinstance(message, Check):
+            for part in self._source.answer(message):
+                self._connection.sendall(part)
+        else:
+            raise MessageError(f"a {type(message).__name__} frame out of order")
 
     def _send(self, request: Read, group: PairGroup, buffer: torch.Tensor) -> None:
         count, pool = len(request.blocks), self._source.pool

@@ -15,7 +15,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Final
@@ -188,14 +188,19 @@ class BlockServer:
             return
         if not data:
             raise _Dropped("it closed the connection")
-        messages = peer.frames.feed(data)
-        for message in messages:
+        messages = deque(peer.frames.feed(data))
+        has_whole = bool(messages)
+        while messages:
+            message = messages.popleft()
+            if isinstance(message, Pair) and peer.is_known and not peer.has_to_send:
+                self._hand_over(peer, message, messages)
+                return
             self._take(peer, message)
         if not peer.is_known:
             return
         if not peer.frames.is_inside_frame:
             peer.frame_by_s = _NEVER_S
-        elif messages or peer.frame_by_s == _NEVER_S:
+        elif has_whole or peer.frame_by_s == _NEVER_S:
             peer.frame_by_s = time.monotonic() + _FRAME_TIMEOUT_S
 
     def _take(self, peer: _Peer, message: Message) -> None:
@@ -205,8 +210,6 @@ class BlockServer:
             if not peer.has_to_send:
                 peer.send_by_s = time.monotonic() + _SEND_TIMEOUT_S
             peer.requests.append(message)
-        elif peer.is_known and isinstance(message, Pair) and not peer.has_to_send:
-            self._hand_over(peer, message)
         elif not peer.is_known and isinstance(message, Hello):
             if not is_same_mac(message.mac, hello_mac(self._key, peer.nonce, message.nonce)):
                 raise _Dropped("it does not know the application's secret")
@@ -218,13 +221,14 @@ class BlockServer:
         else:
             raise _Dropped(f"it sent a {type(message).__name__} frame out of order")
 
-    def _hand_over(self, peer: _Peer, pair: Pair) -> None:
+    def _hand_over(self, peer: _Peer, pair: Pair, behind: Iterable[Message]) -> None:
+        """behind: what has come with it, which is for the pair."""
         self._pairs = {pair for pair in self._pairs if not pair.is_over}
         if len(self._pairs) >= _MAX_PAIRS:
             raise _Dropped(f"there are {_MAX_PAIRS} process groups already")
         self._selector.unregister(peer.connection)
         self._peers.discard(peer)
-        self._pairs.add(PairOwner(peer.connection, pair, self._source))
+        self._pairs.add(PairOwner(peer.connection, pair, self._source, peer.frames, behind))
 
     def _send(self, peer: _Peer) -> None:
         """Until the kernel takes no more, nothing is left, or the turn is over."""

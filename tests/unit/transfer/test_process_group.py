@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
@@ -12,9 +13,9 @@ from tests.unit.transfer.processes import Child, Processes, layout_of
 from tests.unit.transfer.ranks import SECRET, pairs
 from workers.transfer.layout import Piece, reads
 from workers.transfer.link import PeerLink
-from workers.transfer.messages import Pair, Read
+from workers.transfer.messages import Data, Pair, Read, Trailer, encode
 from workers.transfer.pool_bytes import PoolBytes
-from workers.transfer.process_group import PairReader
+from workers.transfer.process_group import PairGroup, PairReader
 from workers.transfer.transport import Reason, TransferFailed
 
 NUM_BLOCKS = 8
@@ -102,6 +103,27 @@ def test_a_stopped_owner_is_noticed_by_the_timeout(processes: Processes) -> None
     again.read(BLOCKS, PIECES)
     assert pair.arrived() == list(range(NUM_BLOCKS))
     again.close()
+
+
+def test_requests_that_come_with_the_wish_to_pair_are_answered(processes: Processes) -> None:
+    owner = processes.owner(NUM_BLOCKS, 64)
+    link = PeerLink(owner.endpoint, SECRET, timeout_s=TIMEOUT_S)
+    store = process_group._open_store("127.0.0.1", timedelta(seconds=TIMEOUT_S))
+    request = encode(
+        Read(number=1, blocks=(2,), generations=(0,), offset=0, num_bytes=64 << 10, has_checksums=False)
+    )
+    pair = encode(Pair(host="127.0.0.1", port=store.port, timeout_s=TIMEOUT_S))
+    link._socket.sendall(pair + request + request[:7])  # as of a reader that need not wait for the owner
+    group = PairGroup(store, 0, "127.0.0.1", torch.device("cpu"), TIMEOUT_S)
+    link._socket.sendall(request[7:])
+    for _ in range(2):
+        arrived = torch.zeros(64 << 10, dtype=torch.uint8)
+        assert link.receive() == Data(number=1)
+        group.receive(arrived)
+        assert bool((arrived == 3).all())
+        assert link.receive() == Trailer(number=1, is_current=True, checksums=())
+    link.close()
+    group.abort()
 
 
 def test_a_reader_that_hangs_costs_the_owner_one_thread_for_the_timeout(processes: Processes) -> None:
