@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import ExitStack
 from threading import Lock
 from typing import Final
 
@@ -35,7 +36,7 @@ _IDLE_S: Final = 60.0  # a source that nobody has asked for so long loses its th
 
 
 class Agent:
-    """Of one rank. `pull`, `cancel` and `close` may be called from any thread but its own."""
+    """Of one rank. `pull` and `close` may be called from any thread but its own."""
 
     def __init__(
         self,
@@ -114,13 +115,6 @@ class Agent:
             self._pullers[source] = (puller, time.monotonic())
             puller.add(order)
 
-    def cancel(self, pull_id: int) -> None:
-        """The order ends soon, by its callback; nothing happens when it has ended."""
-        with self._lock:
-            for puller, _ in self._pullers.values():
-                if puller.cancel(pull_id):
-                    return
-
     def close(self) -> None:
         """Ends everything, in seconds. Orders that wait or run end by their callback. May be called twice."""
         with self._lock:
@@ -128,9 +122,12 @@ class Agent:
             pullers = [puller for puller, _ in self._pullers.values()]
             self._pullers = {}
         for puller in pullers:
-            puller.close()
-        self._proof.revoke()
-        self._server.close()
+            puller.cancel()
+        with ExitStack() as rest:  # all of it, also when one part fails
+            rest.callback(self._server.close)
+            rest.callback(self._proof.revoke)
+            for puller in pullers:
+                rest.callback(puller.close)
 
     def _new_puller(self, source: SourceGroup) -> Puller:
         return Puller(source, self._layout, self._rank, self._pool, self._settings)

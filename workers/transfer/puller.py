@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from threading import Condition, Thread, current_thread
 from typing import Final, NamedTuple
@@ -54,14 +54,12 @@ class Route(NamedTuple):
     reason: str
 
 
-@dataclass(slots=True, eq=False)
-class Order:
+class Order(NamedTuple):
     """Blocks to fetch. `on_end(pull_id, error)` is called once, when nothing will be written any more."""
 
     pull_id: int
     blocks: tuple[BlockRead, ...]
     on_end: Callable[[int, TransferFailed | None], None]
-    is_cancelled: bool = field(default=False, init=False)
 
 
 class Puller:
@@ -83,7 +81,7 @@ class Puller:
         self._settings = settings
         self._changed = Condition()  # guards all below
         self._orders: deque[Order] = deque()
-        self._current: Order | None = None
+        self._is_busy = False  # with an order
         self._choices: dict[int, Choice] = {}
         self._transports = settings.transports  # that are still tried
         self._is_closing = False
@@ -94,7 +92,7 @@ class Puller:
     def is_idle(self) -> bool:
         """No order waits or runs."""
         with self._changed:
-            return self._current is None and not self._orders
+            return not self._is_busy and not self._orders
 
     def routes(self) -> list[Route]:
         """The connections now."""
@@ -116,45 +114,30 @@ class Puller:
             self._orders.append(order)
             self._changed.notify()
 
-    def cancel(self, pull_id: int) -> bool:
-        """Whether there is such an order. It ends soon, by its callback, unless it has just been done."""
-        with self._changed:
-            for order in [*self._orders, *([self._current] if self._current is not None else [])]:
-                if order.pull_id == pull_id:
-                    self._cancel(order)
-                    return True
-        return False
-
-    def close(self) -> None:
-        """Ends all orders; when it returns nothing is written into the pool any more. May be called twice."""
+    def cancel(self) -> None:
+        """Ends all orders soon, by their callbacks, and takes no more. Returns at once."""
         with self._changed:
             self._is_closing = True
-            for order in [*self._orders, *([self._current] if self._current is not None else [])]:
-                self._cancel(order)
+            for choice in self._choices.values():
+                choice.reader.cancel()
             self._changed.notify()
+
+    def close(self) -> None:
+        """As `cancel`; when it returns nothing is written into the pool any more. May be called twice."""
+        self.cancel()
         if self._thread is current_thread():
             raise RuntimeError("close() from a callback of the thread that it ends")
         self._thread.join(_END_TIMEOUT_S)
         if self._thread.is_alive():
-            raise RuntimeError(
-                f"a KV puller of {self._source.endpoints[0]} did not end in {_END_TIMEOUT_S:g} s"
-            )
-
-    def _cancel(self, order: Order) -> None:
-        order.is_cancelled = True
-        if order is self._current:
-            for choice in self._choices.values():
-                choice.reader.cancel()
+            raise RuntimeError(f"a KV puller of {self._name} did not end in {_END_TIMEOUT_S:g} s")
 
     def _run(self) -> None:
         while (order := self._next()) is not None:
             error = self._outcome(order)
             with self._changed:
-                self._current = None
-                is_cancelled = order.is_cancelled  # from now on nobody cancels its readers any more
-            if error is not None or is_cancelled:
+                self._is_busy = False
+            if error is not None:
                 self._disconnect()
-            if error is not None and error.reason in _OF_TRANSPORT:
                 self._do_without_group(error)
             try:
                 order.on_end(order.pull_id, error)
@@ -163,6 +146,8 @@ class Puller:
         self._disconnect()
 
     def _do_without_group(self, error: TransferFailed) -> None:
+        if error.reason not in _OF_TRANSPORT:
+            return
         others = tuple(name for name in self._transports if name != PROCESS_GROUP)
         # Between host pools it is used only where nothing else may be.
         if others and others != self._transports and not self._pool.is_host_memory:
@@ -186,14 +171,14 @@ class Puller:
                 if self._is_closing:
                     return None
                 self._changed.wait(timeout=1.0)
-            self._current = self._orders.popleft()
-            return self._current
+            self._is_busy = True
+            return self._orders.popleft()
 
     def _execute(self, order: Order) -> None:
         # Bytes of ranks that keep no generations: rank 0 compares them, around all reads.
         is_checked_apart = any(rank != 0 for rank in self._pieces)
         needed = {0, *self._pieces} if is_checked_apart else set(self._pieces)
-        readers = {rank: self._reader(rank, order) for rank in sorted(needed)}
+        readers = {rank: self._reader(rank) for rank in sorted(needed)}
         if is_checked_apart:
             readers[0].check(order.blocks)
         for rank, pieces in self._pieces.items():
@@ -201,15 +186,15 @@ class Puller:
         if is_checked_apart:
             readers[0].check(order.blocks)
 
-    def _reader(self, rank: int, order: Order) -> Reader:
+    def _reader(self, rank: int) -> Reader:
         """The kept one, or a new one. Raises TransferFailed."""
         choice = self._choices.get(rank)
-        if choice is None and not order.is_cancelled:
+        if choice is None and not self._is_closing:
             choice = self._connect(rank)
         with self._changed:
             if choice is not None:
                 self._choices[rank] = choice
-            if choice is None or order.is_cancelled:
+            if choice is None or self._is_closing:
                 raise TransferFailed(Reason.CANCELLED, "the transfer was cancelled")
         return choice.reader
 
@@ -219,7 +204,7 @@ class Puller:
         try:
             self._check_identity(rank, link)
             return choose(link, self._pool, settings.machine, self._transports, timeout_s=settings.timeout_s)
-        except TransferFailed:
+        except BaseException:
             link.close()
             raise
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import workers.transfer.agent as agent_module
+import workers.transfer.puller as puller_module
 from tests.unit.transfer.layouts import layout
 from tests.unit.transfer.ranks import Pull, Rank, content, group, pairs, pull, settings, source_of
 from workers.transfer.agent import Agent
@@ -185,7 +186,7 @@ def test_blocks_that_the_owner_does_not_have(transport: str) -> None:
             pull(reader.agent, source_of([owner]), [])
 
 
-def test_orders_of_one_source_run_in_turn_and_can_be_cancelled() -> None:
+def test_orders_of_one_source_run_in_turn() -> None:
     of = layout()
     first_ends, go_on = Event(), Event()
 
@@ -200,14 +201,30 @@ def test_orders_of_one_source_run_in_turn_and_can_be_cancelled() -> None:
         reader.agent.pull(source, Order(1, pairs([(0, 0)]), hold))
         assert first_ends.wait(20)
         second = Pull(reader.agent, source, pairs([(1, 1)]), pull_id=2)
-        third = Pull(reader.agent, source, pairs([(2, 2)]), pull_id=3)
-        reader.agent.cancel(2)
-        reader.agent.cancel(99)
-        go_on.set()
-        assert failed(second.error()) is Reason.CANCELLED
-        assert third.error() is None
+        time.sleep(0.05)
         assert not reader.pool[1].any()
-        assert torch.equal(reader.pool[2], owner.pool[2])
+        go_on.set()
+        assert second.error() is None
+        assert torch.equal(reader.pool[:2], owner.pool[:2])
+
+
+def test_close_ends_all_though_a_source_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller_module, "_END_TIMEOUT_S", 0.05)
+    of = layout()
+    begun, go_on = Event(), Event()
+
+    def hang(*_: object) -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    with group(of) as [owner], group(of) as [reader]:
+        reader.agent.pull(source_of([owner]), Order(1, pairs([(0, 0)]), hang))
+        assert begun.wait(20)
+        with pytest.raises(RuntimeError, match=r"a KV puller of 127\.0\.0\.1:\d+ did not end in 0\.05 s"):
+            reader.agent.close()
+        with group(of) as [other]:
+            assert failed(pull(other.agent, source_of([reader]), pairs([(0, 0)]))) is Reason.UNREACHABLE
+        go_on.set()
 
 
 def test_too_many_orders_are_refused() -> None:
