@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from workers.channel import ClientIdentity, SilenceCheck
-from workers.engine.exchange import ExchangeCommand, Pulled
+from workers.engine.exchange import ExchangeCommand, Pulled, SourceLost
 from workers.engine.fetch import PulledBlock
 from workers.hashing import BlockHash
 from workers.rank_pulls import RankPulls
@@ -56,7 +56,7 @@ class GroupPeers:
         self._renewing = self._loop.create_task(self._renew())
 
     async def stop(self) -> None:
-        """Closes all connections. May be called twice."""
+        """Closes all connections and makes no more. May be called twice."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -93,6 +93,9 @@ class GroupPeers:
 
     def _open(self, fetch_id: int, source: KVSource, hashes: tuple[BlockHash, ...]) -> None:
         assert self._tell is not None
+        if self._renewing is None:  # the engine's last steps
+            self._tell(SourceLost(fetch_id, "this group ends"))
+            return
         place = _Place(source.group_id, source.host, source.port)
         link = self._links.get(place)
         if link is None or link.is_over:

@@ -32,7 +32,7 @@ from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS
 from workers.transfer.layout import KVLayout
 from workers.transfer.link import Endpoint
-from workers.transfer.puller import Route, TransferSettings
+from workers.transfer.puller import TransferSettings
 from workers.wire import KVPool
 
 _GENERATION_BITS: Final = 48  # of the first generation, drawn at random; counting on overflows nothing
@@ -45,7 +45,7 @@ class ExchangeImpossible(Exception):
 
 
 class LeaderExchange:
-    """Rank 0's part. `load` it with the engine, then `start` and `stop` it in the asyncio loop."""
+    """Rank 0's part. `load` it with the engine; `start`, `disconnect`, `close` belong to the asyncio loop."""
 
     def __init__(
         self, start: GroupStart, facts: RankFacts, prepared: Mapping[int, Facts], link: LeaderLink | None
@@ -94,10 +94,6 @@ class LeaderExchange:
         self.peers.start(pulls, engine_loop.exchange)
         endpoints = tuple((host, port) for host, port in (agent.endpoint, *self._others))
         self.desk.open(KVPool(layout=asdict(self._layout), endpoints=endpoints), engine_loop)
-
-    def routes(self) -> list[Route]:
-        """How blocks come to this rank now."""
-        return self._agent.routes() if self._agent is not None else []
 
     async def disconnect(self) -> None:
         """Asks other groups for nothing any more. May be called twice."""

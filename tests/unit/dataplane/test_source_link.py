@@ -130,6 +130,17 @@ def test_from_a_lease_to_a_pull_and_its_end() -> None:
     run(test())
 
 
+def test_once_stopped_no_connection_is_made() -> None:
+    async def test() -> None:
+        async with bench() as made:
+            await made.peers.stop()
+            made.peers.open(1, made.source, HASHES)
+            await until(lambda: made.heard == [SourceLost(1, "this group ends")])
+            assert made.lender.commands == []
+
+    run(test())
+
+
 def test_leases_are_renewed_and_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with bench() as made:
