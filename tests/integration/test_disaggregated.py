@@ -195,6 +195,8 @@ def test_the_prefill_group_computes_prompts_and_the_decode_group_their_tails(ser
     (pair,) = server.get("/load").json()["pairs"]
     assert (pair["source"], pair["reader"]) == (groups["prefill"], groups["decode"])
     assert pair["num_reads"] > 0 == pair["num_failed"]
+    name = f"tandem_kv_pair_bytes_total {pair['reader']} {pair['source']}"
+    wait_for(lambda: server.counts().get(name) == pair["num_bytes"] > 0, 5.0, "bytes are not counted")
 
 
 def test_a_stream_says_what_the_whole_answer_says(server: Serving, unified: one_process.Serving) -> None:
