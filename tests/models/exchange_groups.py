@@ -25,7 +25,7 @@ from workers.rank_host import LeaderHost
 from workers.runtime.handshake import Rendezvous
 from workers.runtime.order import RankOrder
 from workers.types import GenerateRequest, GroupId, GroupStats, KVSource, RequestId, SamplingParams
-from workers.wire import Abort, Accepted, Chunks, Message, Ping, Pong, Refused, Stats, Submit
+from workers.wire import Abort, Accepted, Chunks, Message, Ping, Pong, Redirect, Refused, Stats, Submit
 
 PATIENCE_S = 30.0
 _Result = TypeVar("_Result")
@@ -94,6 +94,9 @@ class Member:
 
     def abort(self, request_id: RequestId) -> None:
         self.loop.run(self._send(Abort(request_id=request_id)))
+
+    def redirect(self, request_id: RequestId, source: KVSource | None) -> None:
+        self.loop.run(self._send(Redirect(request_id=request_id, source=source)))
 
     def answer(self, request_id: RequestId, choice: int = 0, timeout_s: float = PATIENCE_S) -> Answer:
         """Waits for the end."""

@@ -98,6 +98,7 @@ def test_groups_of_several_ranks(
                 prompt = prompt_ids(length, seed=length)
                 pair.check(prompt, GREEDY, f"greedy {length} from {there}")
                 pair.check(prompt, SEEDED, f"seeded {length} from {there}")
+            check_many(pair, f"many from {there}")
     finally:
         for member in (*prefill.values(), *decode.values()):
             member.close()
@@ -155,15 +156,20 @@ def test_groups_that_exchange_nothing(loop: Loop, long_config: Callable[[str, in
         pair.prefill.wait_for("no fetch", kv_fetches_total=0, prompt_tokens_total=100)
 
 
-def test_many_at_once(pair: Pair) -> None:
-    """The pools hold fewer than all of their blocks."""
+def check_many(pair: Pair, salt: str) -> None:
+    """16 requests at once, whose blocks come while others are answered. No pool holds all of their blocks."""
     prompts = [prompt_ids(20 + 11 * number, seed=number) for number in range(16)]
-    alone = [pair.decode.submit(prompt, SEEDED, salt="alone") for prompt in prompts]
+    alone = [pair.decode.submit(prompt, SEEDED, salt=f"{salt} alone") for prompt in prompts]
     expected = [pair.decode.answer(request_id) for request_id in alone]
-    both = [through(pair.prefill, pair.decode, prompt, SEEDED) for prompt in prompts]
+    both = [through(pair.prefill, pair.decode, prompt, SEEDED, salt=salt) for prompt in prompts]
     for request_id, answer in zip(both, expected, strict=True):
         assert_same(pair.decode.answer(request_id), answer)
     pair.rest()
+
+
+def test_many_at_once(pair: Pair) -> None:
+    check_many(pair, "")
+    pair.decode.wait_for("fetches", kv_fetches_total=16, kv_fetches_void_total=0, kv_fetches_lost_total=0)
 
 
 def test_several_choices_and_log_probabilities(pair: Pair) -> None:
@@ -188,6 +194,21 @@ def test_a_neighbour_that_computes_nothing(pair: Pair) -> None:
     assert answer.token_ids == pair.decode.answer(pair.decode.submit(prompt, salt="alone")).token_ids
     assert answer.num_cached == 96
     pair.rest(kv_fetches_incomplete_total=1)
+
+
+def test_a_request_that_is_sent_to_another_source_or_to_none(pair: Pair) -> None:
+    """While it waits for blocks of a request that does not come: the new source says at once what it has."""
+    prompt = prompt_ids(200)
+    expected = pair.decode.answer(pair.decode.submit(prompt, salt="alone")).token_ids
+    for number, source in enumerate((None, pair.prefill.source()), 1):
+        salt = f"{number}"
+        pair.prefill.answer(pair.prefill.submit(prompt[:100], salt=salt))
+        request_id = pair.decode.submit(prompt, salt=salt, source=pair.prefill.source("0f" * 16))
+        pair.decode.wait_for("half", kv_fetched_tokens_total=number * 96)
+        pair.decode.redirect(request_id, source)
+        answer = pair.decode.answer(request_id, timeout_s=3.0)
+        assert answer.token_ids == expected and answer.num_cached == 96
+    pair.rest(kv_fetches_total=3, kv_fetches_incomplete_total=1)
 
 
 def test_a_source_that_is_not_there_or_is_another(pair: Pair) -> None:
