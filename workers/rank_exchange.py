@@ -32,7 +32,7 @@ from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS
 from workers.transfer.layout import KVLayout
 from workers.transfer.link import Endpoint
-from workers.transfer.puller import TransferSettings
+from workers.transfer.puller import Route, TransferSettings
 from workers.wire import KVPool
 
 _GENERATION_BITS: Final = 48  # of the first generation, drawn at random; counting on overflows nothing
@@ -94,6 +94,10 @@ class LeaderExchange:
         self.peers.start(pulls, engine_loop.exchange)
         endpoints = tuple((host, port) for host, port in (agent.endpoint, *self._others))
         self.desk.open(KVPool(layout=asdict(self._layout), endpoints=endpoints), engine_loop)
+
+    def routes(self) -> list[Route]:
+        """How blocks come to this rank now."""
+        return self._agent.routes() if self._agent is not None else []
 
     async def disconnect(self) -> None:
         """Asks other groups for nothing any more. May be called twice."""

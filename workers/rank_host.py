@@ -25,6 +25,7 @@ from workers.rank_exchange import ExchangeImpossible, FollowerExchange, LeaderEx
 from workers.runtime.handshake import Rendezvous
 from workers.runtime.rank import Follower, Leader, RankFacts, exit_process
 from workers.server import StreamServer
+from workers.transfer.puller import Route
 from workers.types import GroupInfo, KVSource, RequestId
 
 _STOP_TIMEOUT_S = 5.0  # for the engine to end the step it is in
@@ -113,6 +114,10 @@ class LeaderHost:
     def num_leases(self) -> int:
         """Readers of this group's blocks."""
         return self._exchange.desk.num_leases if self._exchange is not None else 0
+
+    def routes(self) -> list[Route]:
+        """How KV blocks of other groups come to rank 0 now."""
+        return self._exchange.routes() if self._exchange is not None else []
 
     async def stop(self, reason: str) -> None:
         """End requests with the reason, then the engine, then the exchange, then the other ranks."""
