@@ -135,6 +135,10 @@ class SourceLink:
         except HandshakeFailed as error:
             self._lose(str(error))
             return
+        except Exception as error:  # as of a host that is no name: whoever waits must hear of it
+            _log.exception("connecting to %s at %s:%d", source.group_id, source.host, source.port)
+            self._lose(f"no connection to {source.host}:{source.port}: {type(error).__name__}: {error}")
+            return
         if info.group_id != source.group_id:
             self._refuse(channel, f"group {info.group_id} listens at {source.host}:{source.port}")
             return

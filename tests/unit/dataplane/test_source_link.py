@@ -219,6 +219,17 @@ def test_a_description_that_makes_no_sense_ends_the_connection(pool: KVPool) -> 
     run(test())
 
 
+def test_an_address_that_is_none_is_answered_and_can_be_asked_again() -> None:
+    async def test() -> None:
+        async with bench() as made:
+            for fetch_id in (1, 2):
+                made.peers.open(fetch_id, replace(made.source, host="a" * 70 + ".example"), HASHES)
+                await until(lambda number=fetch_id: len(made.heard) == number)
+            assert all(isinstance(lost, SourceLost) for lost in made.heard)
+
+    run(test())
+
+
 def test_another_group_at_the_address_is_no_source() -> None:
     async def test() -> None:
         async with bench() as made:
