@@ -155,4 +155,4 @@ def build(_: dict[str, Any]) -> Application:
         update_timeout_s=60.0,
     )
     router = serve.deployment(name="router", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
-    return router(Router).bind(start, group)
+    return router(Router).bind(start, {POOL: group})
