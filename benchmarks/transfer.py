@@ -42,7 +42,8 @@ from workers.transfer.layout import KVLayout, reads
 from workers.transfer.link import Endpoint, PeerLink
 from workers.transfer.pool_bytes import PoolBytes
 from workers.transfer.puller import Order, SourceGroup, TransferSettings
-from workers.transfer.transport import BlockRead, Reader, TransferFailed
+from workers.transfer.transport import Reader, TransferFailed
+from workers.types import BlockRead
 
 LAYOUT = KVLayout(
     model_hash="SmolLM2-135M",

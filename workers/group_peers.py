@@ -13,14 +13,12 @@ from typing import Final, NamedTuple
 
 from workers.channel import ClientIdentity, SilenceCheck
 from workers.engine.exchange import ExchangeCommand, Pulled, SourceLost
-from workers.engine.fetch import PulledBlock
 from workers.hashing import BlockHash
 from workers.rank_pulls import RankPulls
 from workers.source_link import SourceLink
 from workers.transfer.layout import KVLayout
 from workers.transfer.puller import SourceGroup
-from workers.transfer.transport import BlockRead
-from workers.types import GroupId, KVSource
+from workers.types import BlockRead, GroupId, KVSource
 
 RENEW_S: Final = 2.0
 
@@ -71,14 +69,14 @@ class GroupPeers:
         """Asks the source for a lease."""
         self._soon(self._open, fetch_id, source, tuple(hashes))
 
-    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[PulledBlock]) -> None:
+    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[BlockRead]) -> None:
         """Has all ranks copy. Raises GroupFailed when one of this group is gone."""
         assert self._pulls is not None and self._tell is not None, "start() first"
         group = self._groups.get(fetch_id)
         if group is None:
             self._tell(Pulled(pull_id, "the source is not known any more"))
             return
-        self._pulls.start(pull_id, group, tuple(BlockRead(*block) for block in blocks))
+        self._pulls.start(pull_id, group, tuple(blocks))
 
     def close(self, fetch_id: int) -> None:
         """The lease is not needed any more."""

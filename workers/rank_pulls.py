@@ -17,7 +17,8 @@ from workers.runtime.frames import ProtocolError
 from workers.transfer.layout import KVLayout
 from workers.transfer.link import Endpoint
 from workers.transfer.puller import Order, SourceGroup
-from workers.transfer.transport import BlockRead, TransferFailed
+from workers.transfer.transport import TransferFailed
+from workers.types import BlockRead
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from workers.hashing import BlockHash
 
@@ -72,6 +72,14 @@ class BlockOffer:
     index: int  # into the hashes that the reader asked for
     block: int  # in the owner's pool
     generation: int
+
+
+class BlockRead(NamedTuple):
+    """A block to copy from another group, and where to."""
+
+    source: int  # block in the owner's pool
+    generation: int  # that it has there: another one before or after the copy makes the copy void
+    own: int  # block in the reader's pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from workers.engine.sequence import Sequence as TokenSequence
 from workers.hashing import BlockHash
-from workers.types import KVSource
-
-
-class PulledBlock(NamedTuple):
-    """One block to copy: where it is at the source, and where it goes."""
-
-    source_block: int
-    generation: int  # of the source's block: another one before or after the copy makes the copy void
-    own_block: int
+from workers.types import BlockRead, KVSource
 
 
 class KVPeers(Protocol):
@@ -28,7 +20,7 @@ class KVPeers(Protocol):
         """Ask the source for a lease on these blocks, and renew it. Answered by Offered or SourceLost."""
         ...
 
-    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[PulledBlock]) -> None:
+    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[BlockRead]) -> None:
         """Copy blocks, on all ranks. Answered by one Pulled, when nothing will be written any more."""
         ...
 

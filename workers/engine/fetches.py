@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.demand import OutputLengthEstimate
-from workers.engine.fetch import Fetch, FetchEnd, FetchState, FetchTerms, KVPeers, PulledBlock
+from workers.engine.fetch import Fetch, FetchEnd, FetchState, FetchTerms, KVPeers
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.sequence import Sequence as TokenSequence
 from workers.hashing import BlockHash
-from workers.types import BlockOffer, KVSource
+from workers.types import BlockOffer, BlockRead, KVSource
 
 _log = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ class FetchTable:
             hashes = tuple(fetch.wanted[offer.index] for offer in part)
             self._pulls[self._num_pulls] = _Pull(fetch, hashes, blocks)
             orders = [
-                PulledBlock(offer.block, offer.generation, block)
+                BlockRead(offer.block, offer.generation, block)
                 for offer, block in zip(part, blocks, strict=True)
             ]
             self._peers.pull(fetch.id, self._num_pulls, orders)

@@ -21,7 +21,8 @@ from workers.transfer.layout import Piece
 from workers.transfer.link import PeerLink
 from workers.transfer.messages import PROOF_BYTES
 from workers.transfer.pool_bytes import PoolBytes
-from workers.transfer.transport import BlockRead, Reason, TransferFailed
+from workers.transfer.transport import Reason, TransferFailed
+from workers.types import BlockRead
 
 MEMORY: Final = "memory"
 _MAX_RUNS: Final = 1024  # of one call, by the system (IOV_MAX)

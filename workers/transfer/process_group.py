@@ -45,7 +45,8 @@ from workers.transfer.messages import (
 from workers.transfer.pool_bytes import PoolBytes
 from workers.transfer.sockets import check_over
 from workers.transfer.source import Source
-from workers.transfer.transport import BlockRead, Reason, TransferFailed
+from workers.transfer.transport import Reason, TransferFailed
+from workers.types import BlockRead
 
 PROCESS_GROUP: Final = "process_group"
 _BUFFER_BYTES: Final = 16 << 20  # or one block, if that is larger

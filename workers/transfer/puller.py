@@ -20,7 +20,8 @@ from workers.transfer.layout import IncompatibleLayouts, KVLayout, check_compati
 from workers.transfer.link import Endpoint, PeerLink
 from workers.transfer.pool_bytes import PoolBytes
 from workers.transfer.process_group import PROCESS_GROUP
-from workers.transfer.transport import BlockRead, Reader, Reason, TransferFailed
+from workers.transfer.transport import Reader, Reason, TransferFailed
+from workers.types import BlockRead
 
 _END_TIMEOUT_S: Final = 15.0
 _OF_TRANSPORT: Final = (Reason.UNREACHABLE, Reason.TIMEOUT, Reason.PROTOCOL, Reason.FAULT)

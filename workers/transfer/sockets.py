@@ -14,7 +14,8 @@ from workers.transfer.layout import Piece
 from workers.transfer.link import PeerLink
 from workers.transfer.messages import MAX_READ_BLOCKS, Check, Data, Generations, Read, Trailer
 from workers.transfer.pool_bytes import PoolBytes, checksum
-from workers.transfer.transport import BlockRead, Reason, TransferFailed
+from workers.transfer.transport import Reason, TransferFailed
+from workers.types import BlockRead
 
 SOCKETS: Final = "sockets"
 _REQUEST_BYTES: Final = 32 << 20  # asked for at once; two requests are under way

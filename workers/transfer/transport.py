@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from workers.transfer.layout import Piece
+from workers.types import BlockRead
 
 
 class Reason(Enum):
@@ -38,14 +39,6 @@ class TransferFailed(Exception):
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(f"{reason.value}: {message}")
         self.reason = reason
-
-
-class BlockRead(NamedTuple):
-    """One block to read, and where to."""
-
-    source: int  # block of the owner
-    generation: int  # that it must have
-    own: int  # block of the reader
 
 
 class Reader(Protocol):

@@ -10,7 +10,8 @@ from workers.rank_pulls import FollowerPulls, RankPulls
 from workers.runtime.frames import ProtocolError
 from workers.transfer.link import Endpoint
 from workers.transfer.puller import Order, SourceGroup
-from workers.transfer.transport import BlockRead, Reason, TransferFailed
+from workers.transfer.transport import Reason, TransferFailed
+from workers.types import BlockRead
 
 SOURCE = SourceGroup(
     layout(tensor_parallel=2, num_kv_heads=2), (Endpoint("10.0.0.1", 4000), Endpoint("10.0.0.1", 4001))

@@ -16,7 +16,6 @@ from workers.channel import ClientIdentity
 from workers.engine.exchange import CloseLease as EndLease
 from workers.engine.exchange import ExchangeCommand, Offered, Pulled, SourceLost
 from workers.engine.exchange import OpenLease as BeginLease
-from workers.engine.fetch import PulledBlock
 from workers.engine.leases import LeaseId
 from workers.group_peers import GroupPeers
 from workers.hashing import BlockHash
@@ -25,7 +24,7 @@ from workers.rank_pulls import RankPulls
 from workers.transfer.layout import KVLayout
 from workers.transfer.link import Endpoint
 from workers.transfer.puller import Order, SourceGroup
-from workers.types import BlockOffer, GroupId, KVSource
+from workers.types import BlockOffer, BlockRead, GroupId, KVSource
 from workers.wire import KVPool
 
 OWN = layout()
@@ -116,14 +115,14 @@ def test_from_a_lease_to_a_pull_and_its_end() -> None:
             (lease_id,) = await made.leases(1)
             made.desk.on_offer(lease_id, OFFERS, True)
             await until(lambda: made.heard == [Offered(1, OFFERS, True)])
-            made.peers.pull(1, 8, [PulledBlock(4, 2**50, 0)])
+            made.peers.pull(1, 8, [BlockRead(4, 2**50, 0)])
             ((source, order),) = made.agent.orders
             assert source == SourceGroup(OWN, (Endpoint("127.0.0.1", 4000),))
             order.on_end(8, None)
             assert made.heard[1:] == [Pulled(8)]
             made.peers.close(1)
             await until(lambda: made.lender.commands[1:] == [EndLease(lease_id)])
-            made.peers.pull(1, 9, [PulledBlock(4, 2**50, 0)])  # nobody asks for it any more
+            made.peers.pull(1, 9, [BlockRead(4, 2**50, 0)])  # nobody asks for it any more
             assert made.heard[2:] == [Pulled(9, "the source is not known any more")]
             assert await made.leases(2) == ["1:2"]  # the connection was kept
 

@@ -29,7 +29,6 @@ from workers.engine.exchange import (
     Redirect,
     SourceLost,
 )
-from workers.engine.fetch import PulledBlock
 from workers.engine.leases import LeaseId
 from workers.engine.loop import EngineLoop
 from workers.engine.request import EngineLimits
@@ -38,6 +37,7 @@ from workers.server import StreamServer
 from workers.submit import SubmitClient
 from workers.types import (
     BlockOffer,
+    BlockRead,
     GenerateRequest,
     GroupAddress,
     GroupId,
@@ -115,7 +115,7 @@ class Wired:
         target.readers[lease_id] = (self, fetch_id)
         self.carrier.submit(target.exchange, OpenLease(lease_id, tuple(hashes), source.transfer_id))
 
-    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[PulledBlock]) -> None:
+    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[BlockRead]) -> None:
         source, _ = self.leases[fetch_id]
         self.carrier.submit(self._carry, source, pull_id, list(blocks))
 
@@ -124,13 +124,13 @@ class Wired:
             target, lease_id = self.leases.pop(fetch_id)
             self.carrier.submit(target.exchange, CloseLease(lease_id))
 
-    def _carry(self, source: Wired, pull_id: int, blocks: list[PulledBlock]) -> None:
+    def _carry(self, source: Wired, pull_id: int, blocks: list[BlockRead]) -> None:
         for pulled in blocks:
-            contents = source.memory.read(pulled.source_block)
-            if source.engine.generations[pulled.source_block] != pulled.generation:
+            contents = source.memory.read(pulled.source)
+            if source.engine.generations[pulled.source] != pulled.generation:
                 self.exchange(Pulled(pull_id, "changed"))
                 return
-            self.memory.write(pulled.own_block, 0, contents)
+            self.memory.write(pulled.own, 0, contents)
         self.exchange(Pulled(pull_id))
 
     def _on_offer(self, lease_id: LeaseId, offers: tuple[BlockOffer, ...], is_complete: bool) -> None:

@@ -18,10 +18,9 @@ from workers.engine.exchange import (
     Redirect,
     SourceLost,
 )
-from workers.engine.fetch import PulledBlock
 from workers.engine.leases import LeaseId
 from workers.hashing import BlockHash, block_hashes
-from workers.types import BlockOffer, GenerateRequest, GroupId, KVSource, RequestId
+from workers.types import BlockOffer, BlockRead, GenerateRequest, GroupId, KVSource, RequestId
 
 PROMPT = numbers(23)  # five full blocks of four, and three tokens
 HASHES = tuple(block_hashes(PROMPT, 4))
@@ -39,7 +38,7 @@ class Peers:
     def open(self, fetch_id: int, source: KVSource, hashes: Sequence[BlockHash]) -> None:
         self.opened.append((fetch_id, source.group_id, tuple(hashes)))
 
-    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[PulledBlock]) -> None:
+    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[BlockRead]) -> None:
         self.pulled.append((fetch_id, pull_id, [tuple(block) for block in blocks]))
 
     def close(self, fetch_id: int) -> None:

@@ -13,12 +13,11 @@ import pytest
 from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, replay
 from workers.engine.engine import Engine
 from workers.engine.exchange import OpenLease
-from workers.engine.fetch import PulledBlock
 from workers.engine.leases import LeaseId
 from workers.engine.loop import EngineLoop, StepOutput
 from workers.engine.step import GroupFailed, StepPlan
 from workers.hashing import BlockHash, block_hashes
-from workers.types import FinishReason, GroupId, KVSource, RequestId, TokenChunk
+from workers.types import BlockRead, FinishReason, GroupId, KVSource, RequestId, TokenChunk
 
 TIMEOUT_S = 10.0
 
@@ -167,7 +166,7 @@ def test_exchanges_go_on_and_end_while_nothing_is_computed() -> None:
             opened.append(fetch_id)
             told.set()
 
-        def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[PulledBlock]) -> None:
+        def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[BlockRead]) -> None:
             raise AssertionError("nothing was offered")
 
         def close(self, fetch_id: int) -> None:

@@ -28,13 +28,13 @@ from workers.engine.exchange import (
     Pulled,
     SourceLost,
 )
-from workers.engine.fetch import PulledBlock
 from workers.engine.leases import LeaseId
 from workers.engine.request import EngineLimits
 from workers.engine.step import StepPlan, StepResult
 from workers.hashing import BlockHash, block_hashes
 from workers.types import (
     BlockOffer,
+    BlockRead,
     FinishReason,
     GenerateRequest,
     GroupId,
@@ -79,7 +79,7 @@ class Copy:
     reader: Group
     source: Group
     pull_id: int
-    blocks: list[PulledBlock]
+    blocks: list[BlockRead]
     num_halves: int = 0
 
     def advance(self) -> None:
@@ -93,18 +93,18 @@ class Copy:
         if self.source.is_dead:
             self.end("the source is gone")
         elif not self.is_current(pulled):
-            self.end(f"block {pulled.source_block} has changed")
+            self.end(f"block {pulled.source} has changed")
         else:
-            contents = self.source.memory.read(pulled.source_block)[where]
-            self.reader.memory.write(pulled.own_block, where.start, contents)
+            contents = self.source.memory.read(pulled.source)[where]
+            self.reader.memory.write(pulled.own, where.start, contents)
             self.num_halves += 1
             if is_second and not self.is_current(pulled):
-                self.end(f"block {pulled.source_block} has changed")
+                self.end(f"block {pulled.source} has changed")
             elif self.num_halves == 2 * len(self.blocks):
                 self.end(None)
 
-    def is_current(self, pulled: PulledBlock) -> bool:
-        now = self.source.engine.generations[pulled.source_block]
+    def is_current(self, pulled: BlockRead) -> bool:
+        now = self.source.engine.generations[pulled.source]
         return now == pulled.generation or not self.world.checks_generations
 
     def end(self, error: str | None) -> None:
@@ -165,7 +165,7 @@ class Group:
         target.readers[lease_id] = (self, fetch_id)
         self.world.send(target, OpenLease(lease_id, tuple(hashes), source.transfer_id))
 
-    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[PulledBlock]) -> None:
+    def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[BlockRead]) -> None:
         source, _ = self.leases_at[fetch_id]
         self.world.copies.append(Copy(self.world, self, source, pull_id, list(blocks)))
 

@@ -13,7 +13,8 @@ from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS
 from workers.transfer.layout import KVLayout
 from workers.transfer.puller import Order, SourceGroup, TransferSettings, source_group
-from workers.transfer.transport import BlockRead, TransferFailed
+from workers.transfer.transport import TransferFailed
+from workers.types import BlockRead
 
 SECRET = b"the secret of an application"
 MACHINE = "this machine"

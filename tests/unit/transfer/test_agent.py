@@ -18,7 +18,8 @@ from workers.transfer.choice import TRANSPORTS
 from workers.transfer.cross_memory import CrossMemoryReader
 from workers.transfer.puller import Order, source_group
 from workers.transfer.sockets import SocketReader
-from workers.transfer.transport import BlockRead, Reason, TransferFailed
+from workers.transfer.transport import Reason, TransferFailed
+from workers.types import BlockRead
 
 NUM_BLOCKS = 8
 

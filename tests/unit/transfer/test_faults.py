@@ -22,7 +22,8 @@ from workers.transfer.link import Endpoint, PeerLink
 from workers.transfer.pool_bytes import PoolBytes
 from workers.transfer.puller import source_group
 from workers.transfer.sockets import SocketReader
-from workers.transfer.transport import BlockRead, Reason, TransferFailed
+from workers.transfer.transport import Reason, TransferFailed
+from workers.types import BlockRead
 
 NUM_BLOCKS = 8
 BLOCKS = pairs([(block, block) for block in range(NUM_BLOCKS)])
