@@ -96,7 +96,7 @@ def unpack(message: StepMessage) -> StepArrays:
     if (
         int(arrays.lens.sum()) != header.num_tokens
         or int(arrays.block_counts.sum()) != header.num_block_entries
-        or int((arrays.starts + arrays.lens).max(initial=0)) != header.longest_context
+        or int((arrays.starts.astype(np.int64) + arrays.lens).max(initial=0)) != header.longest_context
     ):
         raise ValueError("a step whose lengths do not add up")
     return arrays

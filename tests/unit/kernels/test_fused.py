@@ -301,6 +301,7 @@ def test_a_step_whose_peer_does_not_come_has_no_result(kernels: Kernels) -> None
         (5, 71, "add up"),  # longest context
         (6, 2, "add up"),  # a length
         (9, -1, "lengths"),  # a start
+        (9, 2**31 - 1, "add up"),
         (12, VOCAB, r"token id outside 0 .. 299: \d+ .. 300"),
         (12, -1, "token id outside"),
         (14, NUM_BLOCKS, "block outside 0 .. 59"),

@@ -49,7 +49,7 @@ inline void quantize_row(const bf16* x, const RowShape& shape, char* row) {
     _mm_storeu_si128((__m128i*)(to.codes + 16), _mm512_cvtepi32_epi8(second));
     const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
     to.scale = is_zero ? 0.f : max / 127.f;
-    to.surplus = -128 * sum;
+    to.surplus = int32_t(-128u * uint32_t(sum));  // of codes that are no numbers the sum may be anything
     to.sum = to.scale * float(sum);
   }
 }
