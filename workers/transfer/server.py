@@ -56,6 +56,8 @@ _VECTOR_PARTS: Final = 256
 _RECEIVE_BYTES: Final = 16 << 10
 _STOP_TIMEOUT_S: Final = 5.0
 _NEVER_S: Final = float("inf")
+# A reader may say nothing for long; that its machine is gone shows after this many seconds and probes.
+_KEEP_ALIVE: Final = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +153,8 @@ class BlockServer:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         peer = _Peer(
             connection=connection,
             address=str(address[0]),
