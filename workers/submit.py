@@ -14,6 +14,7 @@ from workers.wire import Accepted, Goodbye, Message, Ping, Pong, Refused, Stats,
 
 DEAD_AFTER_S = 10.0  # rank 0 sends a heartbeat every second; silent for longer, it is gone
 _CHECK_PERIOD_S = 1.0
+_SUBMIT_TIMEOUT_S = 3.0
 
 
 class SubmitRefused(Exception):
@@ -78,7 +79,7 @@ class SubmitClient:
         """Load of the group, at most a heartbeat old while the group lives."""
         return self._stats
 
-    async def submit(self, client_id: str, request: GenerateRequest, timeout_s: float = 3.0) -> None:
+    async def submit(self, client_id: str, request: GenerateRequest) -> None:
         """Hands the request to the engine; returns when the engine has it. Raises SubmitRefused.
 
         After a timeout the group may still take it: then its tokens reach the router, which aborts them.
@@ -92,12 +93,12 @@ class SubmitClient:
         self._answers[request.request_id] = answer
         try:
             channel.send(Submit(client_id=client_id, request=request))
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_SUBMIT_TIMEOUT_S):
                 await answer
         except WireError as error:
             raise SubmitRefused(str(error), code="invalid_request") from error
         except TimeoutError as error:
-            message = f"rank 0 did not answer within {timeout_s:g} s"
+            message = f"rank 0 did not answer within {_SUBMIT_TIMEOUT_S:g} s"
             raise SubmitRefused(message, code="submit_timeout") from error
         finally:
             self._answers.pop(request.request_id, None)

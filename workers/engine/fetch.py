@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -39,14 +38,6 @@ class FetchEnd(Enum):
     VOID = "void"  # blocks changed or broke on the way, or offers made no sense
     NO_MEMORY = "no_memory"  # given up for requests that run
     DROPPED = "dropped"  # not wanted any more
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchTerms:
-    """Times and sizes of fetches."""
-
-    stall_s: float = 10.0  # without an offer or an arrival
-    max_pull_blocks: int = 64  # in one pull: progress is seen, and memory given back, in these portions
 
 
 class FetchState(Enum):

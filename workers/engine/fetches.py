@@ -18,15 +18,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.demand import OutputLengthEstimate
-from workers.engine.fetch import Fetch, FetchEnd, FetchState, FetchTerms, KVPeers
+from workers.engine.fetch import Fetch, FetchEnd, FetchState, KVPeers
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.sequence import Sequence as TokenSequence
 from workers.hashing import BlockHash
 from workers.types import BlockOffer, BlockRead, KVSource
+
+_STALL_S: Final = 10.0  # without an offer or an arrival
+_MAX_PULL_BLOCKS: Final = 64  # in one pull: progress is seen, and memory given back, in these portions
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +51,6 @@ class FetchTable:
         in_progress: PrefixesInProgress,
         peers: KVPeers | None,
         clock: Callable[[], float],
-        terms: FetchTerms | None = None,
     ) -> None:
         """peers None: sources are ignored."""
         self._pool = pool
@@ -56,7 +58,6 @@ class FetchTable:
         self._in_progress = in_progress
         self._peers = peers
         self._clock = clock
-        self._terms = terms or FetchTerms()
         self._open: dict[int, Fetch] = {}
         self._over: dict[int, Fetch] = {}  # whose request has not been admitted
         self._pulls: dict[int, _Pull] = {}
@@ -228,9 +229,9 @@ class FetchTable:
     def sweep(self) -> bool:
         """Gives up every fetch that makes no progress; returns whether one was. To be called by a timer."""
         now_s = self._clock()
-        late = [fetch for fetch in self._open.values() if now_s - fetch.progress_s > self._terms.stall_s]
+        late = [fetch for fetch in self._open.values() if now_s - fetch.progress_s > _STALL_S]
         for fetch in late:
-            _log.warning("source %s has sent nothing for %g s", fetch.source.group_id, self._terms.stall_s)
+            _log.warning("source %s has sent nothing for %g s", fetch.source.group_id, _STALL_S)
             self._end(fetch, FetchEnd.STALLED)
         return bool(late)
 
@@ -295,10 +296,9 @@ class FetchTable:
         own = [self._pool.allocate_to_overwrite() for _ in offers]
         fetch.num_in_flight += len(own)
         self.num_in_flight += len(own)
-        portion = self._terms.max_pull_blocks
-        for start in range(0, len(own), portion):
-            part = offers[start : start + portion]
-            blocks = own[start : start + portion]
+        for start in range(0, len(own), _MAX_PULL_BLOCKS):
+            part = offers[start : start + _MAX_PULL_BLOCKS]
+            blocks = own[start : start + _MAX_PULL_BLOCKS]
             self._num_pulls += 1
             hashes = tuple(fetch.wanted[offer.index] for offer in part)
             self._pulls[self._num_pulls] = _Pull(fetch, hashes, blocks)

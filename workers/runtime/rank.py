@@ -10,8 +10,8 @@ The two `load` run at the same time: the ranks meet, compare what they found, fo
 their slices of the weights, agree on the number of blocks, and compute a first step together.
 
 Whatever breaks the group raises GroupFailed on rank 0 and LeaderLost elsewhere. A thread inside a collective
-cannot raise, so `on_failure` is called too, from a watchdog thread: by default it prints the reason, leaves
-the process a second to report it, and ends the process with EXIT_CODE. So a process belongs to its rank.
+cannot raise, so a watchdog thread calls `exit_process` too, on rank 0 what it was given instead: that prints
+the reason, leaves the process a second to report it, and ends it. So a process belongs to its rank.
 """
 
 from __future__ import annotations
@@ -199,19 +199,11 @@ class Leader:
 class Follower:
     """A rank above 0. One per process: it ends the process when rank 0 is gone and no thread can say so."""
 
-    def __init__(
-        self,
-        config: GroupConfig,
-        rank: int,
-        rendezvous: Rendezvous,
-        *,
-        on_failure: Callable[[str], None] = exit_process,
-    ) -> None:
+    def __init__(self, config: GroupConfig, rank: int, rendezvous: Rendezvous) -> None:
         """Starts nothing: `load` connects to rank 0."""
         self._config = config
         self._rank = rank
         self._rendezvous = rendezvous
-        self._on_failure = on_failure
         self._runner: ModelRunner | None = None
         self._group: ProcessGroup | None = None
         self._link: FollowerLink | None = None
@@ -227,7 +219,7 @@ class Follower:
             self._rank,
             timeout_s=self._config.parallel.step_timeout_s,
             join_timeout_s=JOIN_TIMEOUT_S,
-            on_leader_lost=self._on_failure,
+            on_leader_lost=exit_process,
         )
         try:
             self._load(self._link, prepare or _nothing)
