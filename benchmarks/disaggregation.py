@@ -43,6 +43,7 @@ NUM_STREAMS, STREAM_PROMPT = 8, 128
 ARRIVAL_TOKENS, ARRIVAL_OUTPUT = 2048, 16
 CHUNKS = (64, 128, 256)
 NUM_BLOCKS = 1600
+_BEGIN_S = 60.0  # for all streams to run
 _SETTLE_S = 0.5  # for the step that runs when streams are aborted
 
 Row = dict[str, object]
@@ -91,8 +92,11 @@ class Interference:
         """Gaps of each stream, and times to the first token of each arrival, within the window."""
         salt = secrets.token_hex(4)
         streams = [self._decode.send(tokens(STREAM_PROMPT), 2000, salt=salt) for _ in range(NUM_STREAMS)]
-        while min(len(run.token_s) for _, run in streams) < 8:  # noqa: ASYNC110 (nobody tells)
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(_BEGIN_S):
+            while min(len(run.token_s) for _, run in streams) < 8:
+                if failed := [run.error for _, run in streams if run.error is not None]:
+                    raise RuntimeError(f"a stream did not begin: {failed[0]}")
+                await asyncio.sleep(0.01)
         began_s = time.perf_counter()
         arrivals = []
         for number in range(int(seconds / period_s)):

@@ -85,7 +85,10 @@ class Group:
     async def connect(self) -> None:
         """Waits until it serves."""
         assert self._process.stdout is not None
-        line = await asyncio.to_thread(self._process.stdout.readline)
+        async with asyncio.timeout(_TIMEOUT_S):
+            line = await asyncio.to_thread(self._process.stdout.readline)
+        if not line:
+            raise RuntimeError(f"group {self.plan.name} did not start; it said why above")
         host, port = json.loads(line)
         self._address = host, port
         identity = ClientIdentity(
