@@ -158,7 +158,10 @@ def _problem(tree: Mapping[str, Any], kind: str, loc: tuple[int | str, ...], mes
         return _unknown(path, children(node) or ())
     value: Any = tree
     for part in path:
-        value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, list) and part.isdigit():
+            value = dict(enumerate(value)).get(int(part))
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
     if kind in ("missing", "missing_argument"):
         return Problem(path=join(*path), message="must be given")
     allowed = ""

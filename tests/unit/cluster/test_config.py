@@ -78,6 +78,7 @@ def test_unknown_keys_at_every_level_get_a_suggestion(tree: Any, path: str, hint
         ({"model": {"path": 3}}, "model.path", "3"),
         ({"router": {"policy": "prefx"}}, "router.policy", "'prefx'"),
         ({"pools": []}, "pools", "[]"),
+        ({"router": {"http": {"cors_origins": ["http://x", 1]}}}, "router.http.cors_origins.1", "1"),
     ],
 )
 def test_wrong_values_are_named(tree: Any, path: str, got: str) -> None:
