@@ -65,6 +65,7 @@ class Decoder:
         self._weights = weights
         self.kernels = kernels
         self._fused = fuse(spec, weights, kernels, parallel)
+        self._parallel = parallel
         self._is_first_rank = parallel.rank == 0
         self._is_alone = parallel.size == 1
 
@@ -75,6 +76,12 @@ class Decoder:
         none; as `Kernels.draw` with `only_finite`; other ranks have none. Raises ValueError for a message
         that is damaged or has an index outside of pool or vocabulary.
         """
+        drawn = self._compute(message, kv, draws)
+        if not self._is_alone and header_of(message).num_logit_rows == 0:
+            self._meet(kv.device)
+        return drawn
+
+    def _compute(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw]) -> Drawn | None:
         rotary = self._weights.rotary
         if self._fused is not None:
             turn = None if rotary is None else rotary.table(header_of(message).longest_context)
@@ -95,6 +102,13 @@ class Decoder:
         if logits is None:
             return None
         return Drawn(logits, self.kernels.draw(logits, draws, only_finite=True) if draws else [])
+
+    @torch.inference_mode()
+    def _meet(self, device: torch.device) -> None:
+        """Waits until every rank has written its keys and values. Logits bring the ranks together after the
+        last attention; without them rank 0 would end the step, and let other groups read, while another rank
+        still computes the last layer."""
+        self._parallel.all_reduce(torch.zeros(1, device=device)).item()
 
     @torch.inference_mode()
     def _one_by_one(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor | None:
