@@ -16,7 +16,7 @@ import uvicorn
 
 from router.app import create_app
 from router.build import build_service
-from router.dispatch import FetchCounts, GroupState
+from router.dispatch import FetchCounts, GroupState, PairState
 from router.service import Service
 from router.settings import RouterSettings
 from router.telemetry import Telemetry
@@ -47,6 +47,10 @@ class TwoEngines:
     def groups(self) -> Sequence[GroupState]:
         """See `Dispatcher`."""
         return [state for engine in self.engines for state in engine.groups()]
+
+    def pairs(self) -> Sequence[PairState]:
+        """See `Dispatcher`."""
+        return ()
 
     def fetch_counts(self) -> FetchCounts:
         """See `Dispatcher`."""
