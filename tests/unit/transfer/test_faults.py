@@ -52,19 +52,6 @@ class Setup:
         return [block for block in range(NUM_BLOCKS) if bool((self.pool.blocks[block] == block + 1).all())]
 
 
-@pytest.fixture(scope="module")
-def all_processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def processes(all_processes: Processes) -> Iterator[Processes]:
-    yield all_processes
-    all_processes.end_children()
-
-
 @pytest.fixture
 def setup(processes: Processes) -> Setup:
     return Setup(processes.owner(NUM_BLOCKS, 64))

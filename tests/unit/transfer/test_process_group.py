@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -35,19 +34,6 @@ class Pairing(NamedTuple):
     def arrived(self) -> list[int]:
         """Blocks that are whole."""
         return [block for block in range(NUM_BLOCKS) if bool((self.pool.blocks[block] == block + 1).all())]
-
-
-@pytest.fixture(scope="module")
-def all_processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def processes(all_processes: Processes) -> Iterator[Processes]:
-    yield all_processes
-    all_processes.end_children()
 
 
 def pairing(processes: Processes, timeout_s: float = TIMEOUT_S, block_kib: int = 64) -> Pairing:
