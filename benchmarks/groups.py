@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from workers.channel import Channel, ClientIdentity, connect
 from workers.config import (
     CacheConfig,
     GroupConfig,
@@ -25,10 +24,11 @@ from workers.config import (
     ScheduleConfig,
     TransferConfig,
 )
+from workers.data_plane.channel import Channel, ClientIdentity, connect
+from workers.data_plane.wire import Abort, Chunks, Message, Ping, Pong, Refused, Submit
 from workers.group_start import GroupStart
-from workers.rank_host import LeaderHost
+from workers.ranks.host import LeaderHost
 from workers.types import GenerateRequest, GroupId, KVSource, RequestId, Role, SamplingParams
-from workers.wire import Abort, Chunks, Message, Ping, Pong, Refused, Submit
 
 _TIMEOUT_S = 120.0
 

@@ -17,14 +17,14 @@ from cluster import embedded
 from router.deployment import Router, RouterStart
 from router.policy import PolicyConfig
 from router.settings import RouterSettings
-from workers.channel import ClientIdentity
-from workers.directory import GroupEntry, GroupPhase
-from workers.directory_lease import DirectoryLease
+from workers.data_plane.channel import ClientIdentity
+from workers.data_plane.server import StreamServer
+from workers.data_plane.submit import SubmitClient
+from workers.directory.groups import GroupEntry, GroupPhase
+from workers.directory.lease import DirectoryLease
 from workers.engine.loop import StepOutput
 from workers.group_start import group_id_of
 from workers.secret import application_secret
-from workers.server import StreamServer
-from workers.submit import SubmitClient
 from workers.types import (
     FinishReason,
     GenerateRequest,
@@ -44,7 +44,7 @@ _TEXT_IDS = range(1000, 9000)  # ordinary words in the embedded model's vocabula
 
 
 class PacedEngine:
-    """Implements `workers.server.EngineInput`. Belongs to one asyncio loop, its server's."""
+    """Implements `workers.data_plane.server.EngineInput`. Belongs to one asyncio loop, its server's."""
 
     def __init__(self, server: StreamServer) -> None:
         self._server = server

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from cluster.serve_api import read_token
-from workers.directory import GroupEntry
+from workers.directory.groups import GroupEntry
 
 _TIMEOUT_S = 20.0
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     """Connect as a driver, ask each directory, print."""
     import ray  # only in the child: see above
 
-    from workers.directory_actor import NAMESPACE, directory_name
+    from workers.directory.actor import NAMESPACE, directory_name
 
     address, *applications = arguments
     is_local = address.partition(":")[0] in ("127.0.0.1", "localhost")

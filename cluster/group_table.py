@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.group_metrics import KV_BLOCKS, RUNNING, WAITING
 from router.metric_spec import PREFIX
 from router.metrics import KV_PAIR_FAILURES, KV_PAIR_RATE, KV_PAIR_READS
-from workers.directory import GroupEntry, GroupPhase
+from workers.directory.groups import GroupEntry, GroupPhase
 
 # Serve's replica states, in our words.
 _REPLICA_STATES = {

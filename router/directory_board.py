@@ -9,7 +9,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from router.directory_source import find_directory
-from workers.snapshots import HeldSnapshot, Snapshot
+from workers.directory.snapshots import HeldSnapshot, Snapshot
 
 
 class DirectoryBoard:
@@ -20,7 +20,7 @@ class DirectoryBoard:
         self._directory: Any = None  # handle of the actor
 
     async def publish(self, snapshot: Snapshot) -> None:
-        """See `workers.snapshots.SnapshotTable.publish`."""
+        """See `workers.directory.snapshots.SnapshotTable.publish`."""
         directory = await self._found()
         try:
             await directory.publish.remote(snapshot)
@@ -29,7 +29,7 @@ class DirectoryBoard:
             raise
 
     async def held(self) -> Sequence[HeldSnapshot]:
-        """See `workers.snapshots.SnapshotTable.held`."""
+        """See `workers.directory.snapshots.SnapshotTable.held`."""
         directory = await self._found()
         try:
             held: Sequence[HeldSnapshot] = await directory.snapshots.remote()

@@ -12,8 +12,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from workers.directory import LEASE_S, GroupListing, GroupPhase
-from workers.directory_actor import NAMESPACE, directory_name
+from workers.directory.actor import NAMESPACE, directory_name
+from workers.directory.groups import LEASE_S, GroupListing, GroupPhase
 from workers.types import GroupAddress, GroupId
 
 _WAIT_S = 5.0  # how long the directory may hold a question until there is news

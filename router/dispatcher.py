@@ -25,7 +25,7 @@ from router.link import GroupLink
 from router.placement import Placement, hash_prompt
 from router.policy import PolicyConfig
 from router.prefix_index import PrefixIndex
-from workers.channel import ClientIdentity
+from workers.data_plane.channel import ClientIdentity
 from workers.types import (
     FinishReason,
     GenerateRequest,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from router.dispatch import GroupState
 from router.metric_spec import MetricSpec
 from router.snapshot import GroupCounts, Series
-from workers.snapshots import RETAIN_S
+from workers.directory.snapshots import RETAIN_S
 from workers.types import GroupStats
 
 _Name = tuple[str, str]  # of a metric, and the value of its own label

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from router.dispatch import GroupState
 from router.link import GroupLink, LinkLimits, TokenSink, open_link
 from router.prefix_index import PrefixIndex
-from workers.channel import ClientIdentity, HandshakeFailed
+from workers.data_plane.channel import ClientIdentity, HandshakeFailed
 from workers.types import GroupAddress, GroupId, GroupInfo, GroupStats
 
 _SETTLE_POLL_S = 0.05

@@ -15,10 +15,8 @@ from typing import Protocol
 
 from router.load import LoadTracker
 from router.prefix_index import PrefixIndex
-from workers.channel import Channel, ClientIdentity, HandshakeFailed, SilenceCheck, connect
-from workers.hashing import BlockHash
-from workers.types import GroupAddress, GroupInfo, KVSource, RequestId, TokenChunk
-from workers.wire import (
+from workers.data_plane.channel import Channel, ClientIdentity, HandshakeFailed, SilenceCheck, connect
+from workers.data_plane.wire import (
     Abort,
     Chunks,
     Events,
@@ -33,6 +31,8 @@ from workers.wire import (
     Welcome,
     WireError,
 )
+from workers.hashing import BlockHash
+from workers.types import GroupAddress, GroupInfo, KVSource, RequestId, TokenChunk
 
 _log = logging.getLogger(__name__)
 

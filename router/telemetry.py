@@ -19,7 +19,7 @@ import msgspec
 from router.exposition import render
 from router.metrics import TELEMETRY_FAILURES, RouterMetrics
 from router.snapshot import ReplicaRow, RouterSnapshot, decode, encode
-from workers.snapshots import HeldSnapshot, Snapshot
+from workers.directory.snapshots import HeldSnapshot, Snapshot
 
 PERIOD_S = 1.0
 TIMEOUT_S = 2.0  # for the board to answer
@@ -30,11 +30,11 @@ class Board(Protocol):
     """Where the replicas of an application leave their snapshots. Both calls may raise anything."""
 
     async def publish(self, snapshot: Snapshot) -> None:
-        """See `workers.snapshots.SnapshotTable.publish`."""
+        """See `workers.directory.snapshots.SnapshotTable.publish`."""
         ...
 
     async def held(self) -> Sequence[HeldSnapshot]:
-        """See `workers.snapshots.SnapshotTable.held`."""
+        """See `workers.directory.snapshots.SnapshotTable.held`."""
         ...
 
 

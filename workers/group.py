@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 
 from ray import serve
 
-from workers.channel import ClientIdentity, HandshakeFailed
 from workers.config import GroupConfig
-from workers.directory import GroupEntry, GroupPhase
-from workers.directory_lease import DirectoryLease
+from workers.data_plane.channel import ClientIdentity, HandshakeFailed
+from workers.data_plane.submit import SubmitClient, SubmitRefused
+from workers.directory.groups import GroupEntry, GroupPhase
+from workers.directory.lease import DirectoryLease
 from workers.group_start import GroupStart, group_id_of
-from workers.rank_set import RankSet
+from workers.ranks.rank_set import RankSet
 from workers.secret import application_secret
-from workers.submit import SubmitClient, SubmitRefused
 from workers.types import GenerateRequest, GroupId, Role
 
 _log = logging.getLogger("ray.serve")

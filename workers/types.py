@@ -1,7 +1,7 @@
 """The vocabulary that router, group and engine share: plain frozen data, no dependencies.
 
-These classes also travel between processes (see `workers.wire`): only builtin scalars, tuples, enums and
-other classes of this file as fields.
+These classes also travel between processes (see `workers.data_plane.wire`): only builtin scalars, tuples,
+enums and other classes of this file as fields.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from cluster import embedded, launch
 from cluster.directory_probe import read_entries
 from cluster.running import RunningCluster, RunningNote, default_note
 from cluster.serve_api import ServeApi, read_token
-from workers.directory import GroupEntry
+from workers.directory.groups import GroupEntry
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -19,13 +19,24 @@ from typing import Any, TypeVar
 
 from tests.models.engine_groups import GREEDY, Answer, collect
 from tests.models.exchange_rank import SECRET, group_start
-from workers.channel import Channel, ClientIdentity, connect
 from workers.config import GroupConfig
-from workers.rank_host import LeaderHost
+from workers.data_plane.channel import Channel, ClientIdentity, connect
+from workers.data_plane.wire import (
+    Abort,
+    Accepted,
+    Chunks,
+    Message,
+    Ping,
+    Pong,
+    Redirect,
+    Refused,
+    Stats,
+    Submit,
+)
+from workers.ranks.host import LeaderHost
 from workers.runtime.handshake import Rendezvous
 from workers.runtime.order import RankOrder
 from workers.types import GenerateRequest, GroupId, GroupStats, KVSource, RequestId, SamplingParams
-from workers.wire import Abort, Accepted, Chunks, Message, Ping, Pong, Redirect, Refused, Stats, Submit
 
 PATIENCE_S = 30.0
 _Result = TypeVar("_Result")

@@ -17,7 +17,7 @@ import torch
 
 from workers.config import GroupConfig
 from workers.group_start import GroupStart
-from workers.rank_host import FollowerHost, LeaderHost
+from workers.ranks.host import FollowerHost, LeaderHost
 from workers.runtime.order import RankOrder
 from workers.types import GroupId, Role
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.models.engine_groups import group_config
-from workers.channel import ClientIdentity
+from workers.data_plane.channel import ClientIdentity
+from workers.data_plane.submit import SubmitClient
 from workers.group_start import GroupStart
-from workers.rank_host import LeaderHost
+from workers.ranks.host import LeaderHost
 from workers.runtime.launch import start_follower
 from workers.runtime.order import RankOrder
-from workers.submit import SubmitClient
 from workers.types import GroupId, Role
 
 TIMEOUT_S = 2.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
-from workers.rank_set import RankLost, all_ranks
+from workers.ranks.rank_set import RankLost, all_ranks
 
 
 async def says(value: Any, *, after_s: float = 0.0) -> Any:

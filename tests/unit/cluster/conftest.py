@@ -21,7 +21,7 @@ from cluster.running import RunningNote
 from cluster.serve_api import ServeApi
 from tests.unit.cluster.fakes import FakeLauncher, FakeServer, embedded_model
 from tests.unit.cluster.tiny_gguf import write_tiny_gguf
-from workers.directory import GroupEntry
+from workers.directory.groups import GroupEntry
 
 
 class World:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cluster.directory_probe import ProbeError, read_entries
-from workers.directory import GroupEntry, GroupPhase
+from workers.directory.groups import GroupEntry, GroupPhase
 from workers.types import GroupId, Role
 
 # What the probe and the directory's module need of Ray. Calls are noted in a file beside it.
@@ -17,7 +17,7 @@ RAY = """
 import json, os, types
 from pathlib import Path
 import msgspec
-from workers.directory import GroupEntry, GroupListing
+from workers.directory.groups import GroupEntry, GroupListing
 
 FOLDER = Path(__file__).parent
 

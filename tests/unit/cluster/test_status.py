@@ -11,7 +11,7 @@ from cluster.group_table import ReportedLoad, application_statuses, parse_loads
 from cluster.serve_api import ingress_url
 from tests.unit.cluster.conftest import World
 from tests.unit.cluster.fakes import METRICS
-from workers.directory import GroupEntry, GroupPhase
+from workers.directory.groups import GroupEntry, GroupPhase
 from workers.types import GroupId, Role
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tests.unit.test_directory import FakeClock
-from workers.directory import GroupDirectory
-from workers.snapshots import HeldSnapshot, Snapshot
+from tests.unit.data_plane.test_directory import FakeClock
+from workers.directory.groups import GroupDirectory
+from workers.directory.snapshots import HeldSnapshot, Snapshot
 
 
 class LocalBoard:

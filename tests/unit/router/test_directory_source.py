@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from router.directory_source import KnownGroups
-from tests.unit.test_directory import FakeClock, make_entry
-from workers.directory import LEASE_S, GroupEntry, GroupListing, GroupPhase
+from tests.unit.data_plane.test_directory import FakeClock, make_entry
+from workers.directory.groups import LEASE_S, GroupEntry, GroupListing, GroupPhase
 
 
 def listing(directory: str, version: int, *entries: GroupEntry) -> GroupListing:

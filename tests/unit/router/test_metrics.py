@@ -17,7 +17,7 @@ from router.metrics import HistogramCell, RouterMetrics
 from router.settings import RouterSettings
 from tests.unit.router.client import COMPLETIONS, call, until
 from tests.unit.router.fakes import INFO, READY, FakeDispatcher, says, stack
-from workers.snapshots import RETAIN_S
+from workers.directory.snapshots import RETAIN_S
 from workers.types import GroupId, GroupStats
 
 

@@ -19,7 +19,7 @@ from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
 from tests.unit.router.fakes import INFO, MODEL, FakeDispatcher, byte_tokenizer, stack
 from tests.unit.router.test_metrics import only, samples
-from workers.snapshots import RETAIN_S, Snapshot
+from workers.directory.snapshots import RETAIN_S, Snapshot
 from workers.types import GroupStats
 
 

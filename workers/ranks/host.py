@@ -1,0 +1,202 @@
+"""What a rank's process holds, without Ray: the rank itself, its part in the exchange of KV blocks with other
+groups, and on rank 0 the engine and its server.
+
+    leader = LeaderHost(start, host=...)    follower = FollowerHost(start, 1, leader.rendezvous)
+    info = leader.load()                ||  follower.load()          # blocking, at the same time
+    address = await leader.listen()
+    reason = await leader.ended()       ||  follower.follow()
+    await leader.stop(reason)           # followers end by themselves then
+
+`load` and `follow` block: call them in a thread. Everything else belongs to the asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+from workers.data_plane.server import StreamServer
+from workers.engine.engine import Engine
+from workers.engine.exchange import Redirect
+from workers.engine.loop import EngineLoop, StepOutput
+from workers.exchange.rank_exchange import ExchangeImpossible, FollowerExchange, LeaderExchange
+from workers.group_start import GroupStart
+from workers.runtime.handshake import Rendezvous
+from workers.runtime.rank import Follower, Leader, RankFacts, exit_process
+from workers.transfer.puller import Route
+from workers.types import GroupInfo, KVSource, RequestId
+
+_STOP_TIMEOUT_S = 5.0  # for the engine to end the step it is in
+
+_log = logging.getLogger(__name__)
+
+
+class LeaderHost:
+    """Rank 0: the engine's thread, and the server that streams its tokens."""
+
+    def __init__(
+        self, start: GroupStart, *, host: str, end_process: Callable[[str], None] = exit_process
+    ) -> None:
+        """host: IPv4 address of this machine that routers and the other ranks can reach.
+
+        end_process is called in the watchdog's thread when a rank is lost: the process belongs to its group.
+        """
+        self._start = start
+        self._host = host
+        self._end_process = end_process
+        self._asyncio_loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[str] = self._asyncio_loop.create_future()
+        self._leader = Leader(start.config, host=host, on_failure=self._on_failure)
+        self._engine_loop: EngineLoop | None = None
+        self._exchange: LeaderExchange | None = None
+        self._server: StreamServer | None = None
+
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """What the other ranks need; None for a group of one."""
+        return self._leader.rendezvous if self._start.config.parallel.tensor_parallel > 1 else None
+
+    def load(self) -> GroupInfo:
+        """Load the weights, make the pool, compute a first step. Raises what `Leader.load` raises."""
+        facts = self._leader.load()
+        config = self._start.config
+        self._exchange = exchange = self._new_exchange(facts)
+        engine = Engine(
+            limits=facts.limits,
+            cache=config.cache,
+            schedule=config.schedule,
+            executor=self._leader.executor,
+            peers=exchange.peers if exchange is not None else None,
+            on_offer=exchange.desk.on_offer if exchange is not None else None,
+            first_generation=exchange.first_generation if exchange is not None else 0,
+        )
+        if exchange is not None:
+            exchange.load(self._leader.pool, engine.generations, self._host)
+        self._engine_loop = EngineLoop(engine, self._on_output)
+        info = self._info(facts)
+        self._server = StreamServer(
+            info=info,
+            secret=self._start.secret,
+            on_redirect=self._redirect if exchange is not None else None,
+            desk=exchange.desk if exchange is not None else None,
+        )
+        return info
+
+    async def listen(self) -> tuple[str, int]:
+        """Take requests; returns where."""
+        assert self._server is not None and self._engine_loop is not None, "load() first"
+        if self._exchange is not None:
+            self._exchange.start(self._engine_loop)
+        self._engine_loop.start()
+        return await self._server.start(self._engine_loop, self._host)
+
+    async def ended(self) -> str:
+        """Return when the group can serve no more, with the reason."""
+        return await asyncio.shield(self._ended)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Wait until nobody waits for tokens or reads blocks any more; returns how many requests are left."""
+        deadline = self._asyncio_loop.time() + timeout_s
+        while (self.num_requests or self.num_leases) and self._asyncio_loop.time() < deadline:
+            if self._ended.done():
+                break
+            await asyncio.sleep(0.05)
+        return self.num_requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose tokens somebody waits for."""
+        return self._server.num_requests if self._server is not None else 0
+
+    @property
+    def num_leases(self) -> int:
+        """Readers of this group's blocks."""
+        return self._exchange.desk.num_leases if self._exchange is not None else 0
+
+    def routes(self) -> list[Route]:
+        """How KV blocks of other groups come to rank 0 now."""
+        return self._exchange.routes() if self._exchange is not None else []
+
+    async def stop(self, reason: str) -> None:
+        """End requests with the reason, then the engine, then the exchange, then the other ranks."""
+        await self._dismiss(reason)
+        if self._exchange is not None:
+            await self._exchange.disconnect()
+        if self._engine_loop is not None:
+            await asyncio.to_thread(self._engine_loop.stop, _STOP_TIMEOUT_S)
+        if self._exchange is not None:
+            await self._exchange.close()
+        await asyncio.to_thread(self._leader.close)
+
+    def _new_exchange(self, facts: RankFacts) -> LeaderExchange | None:
+        try:
+            return LeaderExchange(self._start, facts, self._leader.prepared, self._leader.link)
+        except ExchangeImpossible as error:
+            _log.warning("group %s exchanges no KV blocks with others: %s", self._start.group_id, error)
+            return None
+
+    def _redirect(self, request_id: RequestId, source: KVSource | None) -> None:
+        assert self._engine_loop is not None
+        self._engine_loop.exchange(Redirect(request_id, source))
+
+    def _info(self, facts: RankFacts) -> GroupInfo:
+        model = self._start.config.model
+        return GroupInfo(
+            group_id=self._start.group_id,
+            epoch=self._start.epoch,
+            role=self._start.role,
+            model=model.name or os.path.basename(os.path.normpath(model.path)),
+            model_hash=facts.model_hash,
+            dtype=facts.dtype,
+            tensor_parallel=facts.tensor_parallel,
+            vocab_size=facts.limits.vocab_size,
+            max_model_len=facts.limits.max_model_len,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            kv_bytes_per_block=facts.kv_bytes_per_block,
+            exchanges_kv=self._exchange is not None,
+        )
+
+    def _on_output(self, output: StepOutput) -> None:
+        """From the engine's thread."""
+        assert self._server is not None
+        self._server.on_output(output)
+        if output.failure is not None:
+            self._asyncio_loop.call_soon_threadsafe(self._end, output.failure)
+
+    def _on_failure(self, reason: str) -> None:
+        """From the watchdog's thread, when a rank is lost: say so, then end the process.
+
+        The engine's thread may be stuck in a collective, so the server says it without the engine.
+        """
+        asyncio.run_coroutine_threadsafe(self._dismiss(reason), self._asyncio_loop)
+        self._end_process(reason)
+
+    async def _dismiss(self, reason: str) -> None:
+        self._end(reason)
+        if self._server is not None:
+            await self._server.stop(reason)
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
+
+
+class FollowerHost:
+    """A rank above 0."""
+
+    def __init__(self, start: GroupStart, rank: int, rendezvous: Rendezvous) -> None:
+        self._follower = Follower(start.config, rank, rendezvous)
+        self._exchange = FollowerExchange(start, rank)
+
+    def load(self) -> None:
+        """Meet rank 0 and load. Raises what `Follower.load` raises."""
+        self._follower.load(self._exchange.prepare)
+
+    def follow(self) -> None:
+        """Compute until rank 0 ends the group. Raises what `Follower.follow` raises."""
+        self._follower.follow()
+        self._exchange.close()
+        self._follower.close()
