@@ -15,7 +15,7 @@ from ray.serve import Application
 
 from cluster import embedded
 from router.deployment import Router, RouterStart
-from router.policy import PolicyConfig
+from router.routing.policy import PolicyConfig
 from router.settings import RouterSettings
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.server import StreamServer

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from router.policy import PlacementPolicy, PolicyConfig
+from router.routing.policy import PlacementPolicy, PolicyConfig
 from router.settings import RouterSettings
 from workers.config import (
     CacheConfig,

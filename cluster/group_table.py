@@ -17,9 +17,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.group_metrics import KV_BLOCKS, RUNNING, WAITING
-from router.metric_spec import PREFIX
-from router.metrics import KV_PAIR_FAILURES, KV_PAIR_RATE, KV_PAIR_READS
+from router.telemetry.group_metrics import KV_BLOCKS, RUNNING, WAITING
+from router.telemetry.metric_spec import PREFIX
+from router.telemetry.metrics import KV_PAIR_FAILURES, KV_PAIR_RATE, KV_PAIR_READS
 from workers.directory.groups import GroupEntry, GroupPhase
 
 # Serve's replica states, in our words.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from http import HTTPStatus
 
-from router.errors import ApiError
+from router.api.errors import ApiError
 from router.settings import PASSED_TIMEOUT_HEADER, TIMEOUT_HEADER
 
 _BUFFER_BYTES = 64 << 10  # longest header block

@@ -8,8 +8,8 @@ from pathlib import Path
 from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
 from cluster.embedded import canonical_path
 from cluster.problems import Problem
-from router.auth import load_api_keys
-from router.tokenizer import TEXT_FILES, TextTokenizer
+from router.api.auth import load_api_keys
+from router.text.tokenizer import TEXT_FILES, TextTokenizer
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.files import resolve_inside

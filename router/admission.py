@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 
-from router.errors import ApiError, overloaded
+from router.api.errors import ApiError, overloaded
 from router.settings import RouterSettings
 
 _SMOOTHING = 0.1  # weight of the newest queue time in the moving mean

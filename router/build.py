@@ -6,15 +6,15 @@ import time
 from random import Random, SystemRandom
 
 from router.admission import Admission
-from router.dispatch import Dispatcher
-from router.metrics import RouterMetrics
-from router.prepare import Preparer
-from router.protocol import INT64_MIN
-from router.sampling_defaults import load_sampling_defaults
-from router.service import Service
+from router.api.protocol import INT64_MIN
+from router.api.sampling_defaults import load_sampling_defaults
+from router.dispatch.interface import Dispatcher
+from router.serving.prepare import Preparer
+from router.serving.service import Service
 from router.settings import RouterSettings
-from router.text_workers import TextWorkers
-from router.tokenizer import TextTokenizer
+from router.telemetry.metrics import RouterMetrics
+from router.text.text_workers import TextWorkers
+from router.text.tokenizer import TextTokenizer
 
 
 def new_random() -> Random:

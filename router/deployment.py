@@ -12,15 +12,15 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from router.app import create_app
 from router.build import build_service
 from router.directory_board import DirectoryBoard
 from router.directory_source import DirectorySource
-from router.dispatcher import SocketDispatcher
-from router.policy import PolicyConfig
+from router.dispatch.dispatcher import SocketDispatcher
+from router.http.app import create_app
+from router.routing.policy import PolicyConfig
 from router.settings import RouterSettings
-from router.telemetry import Telemetry
-from router.tokenizer import TextTokenizer
+from router.telemetry.telemetry import Telemetry
+from router.text.tokenizer import TextTokenizer
 from workers.group_start import pool_of
 from workers.secret import application_secret
 from workers.types import GenerateRequest, GroupId

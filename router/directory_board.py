@@ -13,7 +13,7 @@ from workers.directory.snapshots import HeldSnapshot, Snapshot
 
 
 class DirectoryBoard:
-    """`router.telemetry.Board`. Raises RayError or ValueError without a directory; finds the next one."""
+    """A `Board`. Raises RayError or ValueError without a directory; finds the next."""
 
     def __init__(self, application: str) -> None:
         self._application = application

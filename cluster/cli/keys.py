@@ -4,7 +4,7 @@ which would show in the list of processes."""
 from __future__ import annotations
 
 from cluster.cli.terminal import CommandFailed
-from router.auth import read_api_keys
+from router.api.auth import read_api_keys
 
 
 def key_headers(file: str | None) -> dict[str, str]:

@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx
 
-from router.app import create_app
 from router.build import build_service
-from router.dispatch import FetchCounts, GroupState, PairState
-from router.service import Service
+from router.dispatch.interface import FetchCounts, GroupState, PairState
+from router.http.app import create_app
+from router.serving.service import Service
 from router.settings import RouterSettings
-from router.tokenizer import TextTokenizer
+from router.text.tokenizer import TextTokenizer
 from tests.models.checkpoints import successor
 from tests.models.toy_tokenizers import byte_tokenizer
 from tests.unit.router.client import CHAT, COMPLETIONS, call, events, streamed_text
@@ -36,7 +36,7 @@ MODEL = "model"
 
 
 class LocalDispatcher:
-    """router.dispatch.Dispatcher over an engine in a thread of this process. Any event loop may use it."""
+    """A `Dispatcher` over an engine in a thread of this process. Any event loop may use it."""
 
     def __init__(self, engine: Engine, info: GroupInfo) -> None:
         self.known_pairs: tuple[PairState, ...] = ()  # what it says of groups that read from each other

@@ -14,13 +14,13 @@ import httpx
 import pytest
 import uvicorn
 
-from router.app import create_app
 from router.build import build_service
-from router.dispatch import FetchCounts, GroupState, PairState
-from router.service import Service
+from router.dispatch.interface import FetchCounts, GroupState, PairState
+from router.http.app import create_app
+from router.serving.service import Service
 from router.settings import RouterSettings
-from router.telemetry import Telemetry
-from router.tokenizer import TextTokenizer
+from router.telemetry.telemetry import Telemetry
+from router.text.tokenizer import TextTokenizer
 from tests.cases.serving import COMPLETIONS, MODEL, LocalDispatcher, endless_letters, running_engine
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
@@ -33,7 +33,7 @@ PERIOD_S = 0.05  # of publishing
 
 
 class TwoEngines:
-    """router.dispatch.Dispatcher that takes the engine with fewer requests."""
+    """router.dispatch.interface.Dispatcher that takes the engine with fewer requests."""
 
     def __init__(self, engines: Sequence[LocalDispatcher]) -> None:
         self.engines = engines

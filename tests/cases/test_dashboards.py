@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dashboards.__main__ import FILES, text_of
 from dashboards.grafana import DATASOURCE
-from router.dispatch import PairState
+from router.dispatch.interface import PairState
 from tests.cases.serving import COMPLETIONS, serving
 from tests.models.checkpoints import successor
 from tests.models.toy_tokenizers import byte_tokenizer

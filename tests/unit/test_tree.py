@@ -48,8 +48,8 @@ def test_no_file_can_unpickle(file: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("router.app", ("torch", "ray")),
-        ("router.service", ("torch", "ray")),
+        ("router.http.app", ("torch", "ray")),
+        ("router.serving.service", ("torch", "ray")),
         ("cluster.cli", ("torch", "transformers")),
     ],
 )

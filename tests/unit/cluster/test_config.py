@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import apply_overrides, check_config, parse_config
 from cluster.problems import ConfigError, Problem
-from router.policy import PlacementPolicy, PolicyConfig
+from router.routing.policy import PlacementPolicy, PolicyConfig
 from workers.config import CacheConfig
 
 

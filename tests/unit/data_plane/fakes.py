@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.dispatcher import DispatchLimits, SocketDispatcher
-from router.groups import GroupLimits
-from router.link import LinkLimits
-from router.policy import PolicyConfig
+from router.dispatch.dispatcher import DispatchLimits, SocketDispatcher
+from router.dispatch.groups import GroupLimits
+from router.dispatch.link import LinkLimits
+from router.routing.policy import PolicyConfig
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.lease_desk import LeaseDesk
 from workers.data_plane.server import ServerLimits, StreamServer

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from router.dispatcher import SocketDispatcher
+from router.dispatch.dispatcher import SocketDispatcher
 from tests.unit.data_plane.fakes import SECRET, info, request
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.server import StreamServer

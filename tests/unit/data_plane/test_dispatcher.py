@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from router.dispatcher import DispatchLimits
-from router.policy import PlacementPolicy, PolicyConfig
+from router.dispatch.dispatcher import DispatchLimits
+from router.routing.policy import PlacementPolicy, PolicyConfig
 from tests.unit.data_plane.fakes import (
     BLOCK_SIZE,
     Cluster,

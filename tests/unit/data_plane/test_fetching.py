@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.dispatcher import SocketDispatcher
+from router.dispatch.dispatcher import SocketDispatcher
 from tests.unit.data_plane.fakes import (
     FAST,
     collect,

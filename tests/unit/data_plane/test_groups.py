@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.dispatcher import SocketDispatcher
-from router.link import LinkLimits
+from router.dispatch.dispatcher import SocketDispatcher
+from router.dispatch.link import LinkLimits
 from tests.unit.data_plane.fakes import (
     FAST,
     SECRET,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.dispatch import Unavailable
+from router.dispatch.interface import Unavailable
 from tests.unit.data_plane.fakes import (
     FAST,
     Cluster,

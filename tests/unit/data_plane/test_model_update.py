@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.dispatch import Unavailable
-from router.dispatcher import SocketDispatcher
+from router.dispatch.dispatcher import SocketDispatcher
+from router.dispatch.interface import Unavailable
 from tests.unit.data_plane.fakes import FAST, SECRET, Cluster, collect, info, request, until, with_cluster
 from workers.types import GroupId
 

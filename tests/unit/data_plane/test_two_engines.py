@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from router.dispatcher import SocketDispatcher
-from router.policy import PlacementPolicy, PolicyConfig
+from router.dispatch.dispatcher import SocketDispatcher
+from router.routing.policy import PlacementPolicy, PolicyConfig
 from tests.unit.data_plane.fakes import FAST, FAST_SERVER, SECRET, collect, info, run, tokens, until
 from tests.unit.engine.toy import VOCAB, reference
 from tests.unit.exchange.world import Memory

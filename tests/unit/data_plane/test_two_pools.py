@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from router.dispatch import PairState, Unavailable
-from router.dispatcher import SocketDispatcher
-from router.explain import explanation
-from router.policy import PlacementPolicy, PolicyConfig
+from router.dispatch.dispatcher import SocketDispatcher
+from router.dispatch.interface import PairState, Unavailable
+from router.routing.policy import PlacementPolicy, PolicyConfig
+from router.serving.explain import explanation
 from tests.unit.data_plane.fakes import (
     Cluster,
     collect,

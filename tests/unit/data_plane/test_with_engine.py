@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from router.dispatcher import SocketDispatcher
+from router.dispatch.dispatcher import SocketDispatcher
 from tests.unit.data_plane.fakes import FAST, FAST_SERVER, SECRET, collect, info, run, tokens, until
 from tests.unit.engine.toy import VOCAB, ToyExecutor, reference
 from workers.config import CacheConfig, ScheduleConfig

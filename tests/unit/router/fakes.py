@@ -10,12 +10,12 @@ from functools import cache
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from router.app import create_app
 from router.build import build_service
-from router.dispatch import Decision, FetchCounts, GroupState, PairState
-from router.service import Service
+from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState
+from router.http.app import create_app
+from router.serving.service import Service
 from router.settings import RouterSettings
-from router.tokenizer import TextTokenizer
+from router.text.tokenizer import TextTokenizer
 from workers.types import (
     FinishReason,
     GenerateRequest,
@@ -130,7 +130,7 @@ class FakeDispatcher:
     num_cancelled: int = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """router.dispatch.Dispatcher."""
+        """router.dispatch.interface.Dispatcher."""
         self.requests.append(request)
         if self.error is not None:
             raise self.error
@@ -149,19 +149,19 @@ class FakeDispatcher:
             self.num_cancelled += not complete
 
     def explain(self, request_id: RequestId) -> Decision | None:
-        """router.dispatch.Dispatcher."""
+        """router.dispatch.interface.Dispatcher."""
         return self.decisions.get(request_id)
 
     def groups(self) -> Sequence[GroupState]:
-        """router.dispatch.Dispatcher."""
+        """router.dispatch.interface.Dispatcher."""
         return self.states
 
     def pairs(self) -> Sequence[PairState]:
-        """router.dispatch.Dispatcher."""
+        """router.dispatch.interface.Dispatcher."""
         return self.known_pairs
 
     def fetch_counts(self) -> FetchCounts:
-        """router.dispatch.Dispatcher."""
+        """router.dispatch.interface.Dispatcher."""
         return self.fetches
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from router.link import GroupLink
-from router.load import LoadTracker
-from router.placement import Placement
-from router.policy import PlacementPolicy, PolicyConfig
-from router.prefix_index import PrefixIndex
+from router.dispatch.link import GroupLink
+from router.dispatch.placement import Placement
+from router.routing.load import LoadTracker
+from router.routing.policy import PlacementPolicy, PolicyConfig
+from router.routing.prefix_index import PrefixIndex
 from workers.hashing import BlockHash, block_hashes
 from workers.types import (
     BlockEvent,

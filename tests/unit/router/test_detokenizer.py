@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from router.detokenizer import detokenizer
-from router.tokenizer import TextTokenizer
+from router.text.detokenizer import detokenizer
+from router.text.tokenizer import TextTokenizer
 from tests.unit.router.fakes import byte_tokenizer
 
 TEXT = "ok 🦙 żółć 漢字 👩‍🚀 fin"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.dispatch import Decision
-from router.policy import Choice
+from router.dispatch.interface import Decision
+from router.routing.policy import Choice
 from tests.unit.router.client import COMPLETIONS, call, error_of
 from tests.unit.router.fakes import FakeDispatcher, stack
 from workers.types import GroupId, RequestId

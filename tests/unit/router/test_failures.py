@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.dispatch import GroupState, PairState, Unavailable
-from router.metrics import CLIENT_ERRORS, DISCONNECTS, GENERATION_TOKENS, REQUESTS, SERVER_ERRORS
+from router.dispatch.interface import GroupState, PairState, Unavailable
+from router.telemetry.metrics import CLIENT_ERRORS, DISCONNECTS, GENERATION_TOKENS, REQUESTS, SERVER_ERRORS
 from tests.unit.router.client import (
     CHAT,
     COMPLETIONS,

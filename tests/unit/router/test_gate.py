@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.auth import load_api_keys
+from router.api.auth import load_api_keys
 from tests.unit.router.client import CHAT, COMPLETIONS, call, error_of
 from tests.unit.router.fakes import Stack, stack
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.errors import ApiError
-from router.json_body import ClientLeft, parse_object, read_body
+from router.api.errors import ApiError
+from router.api.json_body import ClientLeft, parse_object, read_body
 
 
 def parse(raw: bytes, *, max_depth: int = 64, max_keys: int = 1000) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from router.answers import KEEP_ALIVE
-from router.errors import ApiError
-from router.json_body import ClientLeft
-from router.leaving import EventStream, StreamLimits
+from router.api.errors import ApiError
+from router.api.json_body import ClientLeft
+from router.http.leaving import EventStream, StreamLimits
+from router.serving.answers import KEEP_ALIVE
 
 
 class Client:

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from router.dispatch import Decision, GroupState
-from router.merge import merged
+from router.dispatch.interface import Decision, GroupState
+from router.serving.merge import merged
 from workers.types import GenerateRequest, RequestId, SamplingParams, TokenChunk
 
 

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission import Admission
-from router.dispatch import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState, PairState
-from router.errors import ApiError
-from router.exposition import cumulative
-from router.metrics import HistogramCell, RouterMetrics
+from router.api.errors import ApiError
+from router.dispatch.interface import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState, PairState
 from router.settings import RouterSettings
+from router.telemetry.exposition import cumulative
+from router.telemetry.metrics import HistogramCell, RouterMetrics
 from tests.unit.router.client import COMPLETIONS, call, until
 from tests.unit.router.fakes import INFO, READY, FakeDispatcher, says, stack
 from workers.directory.snapshots import RETAIN_S

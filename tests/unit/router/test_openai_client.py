@@ -15,8 +15,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, completion_cr
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from pydantic import BaseModel
 
-from router.fields import ACCEPTED, UNSUPPORTED
-from router.protocol import ChatRequest, CompletionRequest
+from router.api.fields import ACCEPTED, UNSUPPORTED
+from router.api.protocol import ChatRequest, CompletionRequest
 from tests.unit.router.client import CHAT, COMPLETIONS, call, events, server, wait_until
 from tests.unit.router.fakes import FakeDispatcher, Stack, says, stack
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from router.dispatch import PairState
-from router.pairing import Sources, rank_with_sources, whole_block_tokens
-from router.pairs import PairTable
-from router.policy import Choice, GroupLoad, PlacementPolicy, PolicyConfig, RequestView, rank
+from router.dispatch.interface import PairState
+from router.dispatch.pairs import PairTable
+from router.routing.pairing import Sources, rank_with_sources, whole_block_tokens
+from router.routing.policy import Choice, GroupLoad, PlacementPolicy, PolicyConfig, RequestView, rank
 from workers.types import GroupId, Role
 
 D, E, P, Q, U, V = (GroupId(name) for name in ("d", "e", "p", "q", "u", "v"))

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from router.policy import PlacementPolicy
+from router.routing.policy import PlacementPolicy
 from tests.unit.router.simulation import SMALL_MODEL, Conversations, Outcome, Speed, Work, simulate
 
 PREFIX, LEAST_LOADED, ROUND_ROBIN = PlacementPolicy

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.load import LoadTracker
-from router.policy import (
+from router.routing.load import LoadTracker
+from router.routing.policy import (
     Choice,
     GroupLoad,
     PlacementPolicy,

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.prefix_index import PrefixIndex
+from router.routing.prefix_index import PrefixIndex
 from workers.data_plane.cached_blocks import CachedBlocks
 from workers.hashing import BlockHash, block_hashes
 from workers.types import BlockEvent, BlockEventKind, GroupId

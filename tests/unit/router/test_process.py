@@ -10,7 +10,7 @@ from tests.models.toy_tokenizers import byte_tokenizer
 
 PROGRAM = r"""
 import re, sys
-from router.tokenizer import TextTokenizer
+from router.text.tokenizer import TextTokenizer
 from tests.unit.router.client import COMPLETIONS, call
 from tests.unit.router.fakes import stack
 router = stack(tokenizer=TextTokenizer.load(sys.argv[1]))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from router.app import create_app
+from router.api.sampling_defaults import load_sampling_defaults
 from router.build import build_service
-from router.sampling_defaults import load_sampling_defaults
+from router.http.app import create_app
 from router.settings import RouterSettings
 from tests.unit.router.client import CHAT, COMPLETIONS, call
 from tests.unit.router.fakes import MODEL, FakeDispatcher, Stack, byte_tokenizer

@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from router import streams
-from router.streams import RequestStream, merge
+from router.dispatch import streams
+from router.dispatch.streams import RequestStream, merge
 from tests.unit.data_plane.fakes import request, run
 from workers.types import FinishReason, RequestId, TokenChunk, TokenLogprob
 

@@ -8,13 +8,21 @@ from dataclasses import replace
 
 import httpx
 
-from router.app import create_app
 from router.build import build_service
-from router.dispatch import GroupState
-from router.metrics import CLIENT_ERRORS, GENERATION_TOKENS, REQUESTS, TTFT, RouterMetrics
+from router.dispatch.interface import GroupState
+from router.http.app import create_app
 from router.settings import RouterSettings
-from router.snapshot import LIVE_S, GroupCounts, ReplicaRow, RouterSnapshot, decode, encode, merged_groups
-from router.telemetry import Telemetry
+from router.telemetry.metrics import CLIENT_ERRORS, GENERATION_TOKENS, REQUESTS, TTFT, RouterMetrics
+from router.telemetry.snapshot import (
+    LIVE_S,
+    GroupCounts,
+    ReplicaRow,
+    RouterSnapshot,
+    decode,
+    encode,
+    merged_groups,
+)
+from router.telemetry.telemetry import Telemetry
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
 from tests.unit.router.fakes import INFO, MODEL, FakeDispatcher, byte_tokenizer, stack

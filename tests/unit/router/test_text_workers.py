@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from router.text_workers import TextBusy, TextTimeout, TextWorkers
+from router.text.text_workers import TextBusy, TextTimeout, TextWorkers
 from tests.unit.router.client import CHAT, COMPLETIONS, call, error_of
 from tests.unit.router.fakes import byte_tokenizer, stack
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from router.errors import ApiError
-from router.tokenizer import TextTokenizer
+from router.api.errors import ApiError
+from router.text.tokenizer import TextTokenizer
 from tests.models.toy_tokenizers import ascii_tokenizer, byte_tokenizer, metaspace_tokenizer
 
 TEXTS = ["hi", "<s>hi", "a <eot> b", " two  spaces ", "tab\tline\n\n", "ok 🦙 żółć", "</s></s>", "x" * 300]

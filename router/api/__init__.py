@@ -1,0 +1,1 @@
+"""What the HTTP API accepts and refuses: bodies, fields, keys, errors."""

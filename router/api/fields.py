@@ -1,0 +1,108 @@
+"""Which request fields exist, beyond those that the models of `protocol` define.
+
+Three kinds, so that nothing is ignored by accident:
+
+- ACCEPTED: of no effect here, and harmless to leave out. Nothing is echoed.
+- UNSUPPORTED: known from OpenAI, vLLM or SGLang, not served: 400 `unsupported_parameter` that names the
+  field, unless the value says "off" (the values listed with it).
+- anything else: 400 `unknown_parameter`, with a suggestion.
+
+A field sent as null is unset, everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from router.api.errors import ApiError, invalid, quoted, unsupported
+
+ACCEPTED = frozenset(
+    {
+        "user",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "verbosity",
+        "parallel_tool_calls",
+    }
+)
+
+# Field -> values that ask for nothing.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "documents": (),
+    "early_stopping": (False,),
+    "ebnf": (),
+    "function_call": (),
+    "functions": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": (),
+    "logprob_token_ids": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "priority": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "regex": (),
+    "request_id": (),
+    "session_id": (),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": (),
+    "tools": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+def known_fields(
+    body: Mapping[str, Any], fields: Iterable[str], *, only_elsewhere: Mapping[str, str], lenient: bool
+) -> dict[str, Any]:
+    """The set fields that a model defines. Raises ApiError 400 for the others, as this module's table says.
+
+    `only_elsewhere` names fields of another endpoint, and that endpoint.
+    """
+    fields = frozenset(fields)
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        if name in fields:
+            if value is not None:
+                kept[name] = value
+        elif name in ACCEPTED or (value is None and (name in UNSUPPORTED or name in only_elsewhere)):
+            continue
+        elif name in UNSUPPORTED:
+            if not any(type(value) is type(off) and value == off for off in UNSUPPORTED[name]):
+                raise unsupported(name)
+        elif name in only_elsewhere:
+            raise unsupported(name, f"belongs to {only_elsewhere[name]}, not to this endpoint")
+        elif not lenient:
+            raise _unknown(name, fields)
+    return kept
+
+
+def _unknown(name: str, fields: frozenset[str]) -> ApiError:
+    close = get_close_matches(name[:64], fields, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return invalid(f"Unknown parameter: {quoted(name)}.{hint}", param=name[:64], code="unknown_parameter")

@@ -1,0 +1,255 @@
+"""Requests of the HTTP API as typed, checked objects.
+
+A body goes through three gates: `fields` (does the field exist), the pydantic models here (strict
+types and fixed ranges, no casts), and the checks below for what depends on settings or on several fields.
+Messages are checked by `messages`; what needs the tokenizer or the model's limits by
+`router.serving.prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from router.api.errors import ApiError, invalid, quoted, short, unsupported
+from router.api.fields import known_fields
+from router.settings import RouterSettings
+
+INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Strict(BaseModel):
+    """No casts, no unknown fields, no infinities."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Strict):
+    """What a stream carries beside tokens."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # usage in every chunk
+    include_obfuscation: bool | None = None  # accepted, no effect
+
+
+class GenerationFields(Strict):
+    """Fields that chat and completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # accepted, no effect: our tokenizers are fast ones
+    logit_bias: dict[str, float] = {}
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    return_token_ids: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, however they were given."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatRequest(GenerationFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None  # wins over max_tokens
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # the template writes them
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions. `prompt`: text, texts, token ids, or lists of token ids."""
+
+    prompt: str | list[Any]
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Any]
+
+
+Model = TypeVar("Model", bound=Strict)
+
+_CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
+_ELSEWHERE: Mapping[type[Strict], Mapping[str, str]] = {
+    ChatRequest: dict.fromkeys(
+        set(CompletionRequest.model_fields) - set(ChatRequest.model_fields), _COMPLETIONS
+    ),
+    CompletionRequest: dict.fromkeys(
+        set(ChatRequest.model_fields) - set(CompletionRequest.model_fields), _CHAT
+    ),
+}
+
+
+def parse_chat(body: Mapping[str, Any], settings: RouterSettings) -> ChatRequest:
+    """A checked chat request. Raises ApiError 400."""
+    request = _parse(ChatRequest, body, settings)
+    _check_shared(request, settings)
+    if request.top_logprobs is not None:
+        if not request.logprobs:
+            raise invalid("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        _check_range("top_logprobs", request.top_logprobs, 0, settings.max_logprobs)
+    for name, budget in (
+        ("max_completion_tokens", request.max_completion_tokens),
+        ("max_tokens", request.max_tokens),
+    ):
+        if budget is not None and budget < 1:
+            raise invalid(f"{name} must be at least 1, got {short(budget)}.", param=name)
+    if request.continue_final_message and body.get("add_generation_prompt"):
+        raise invalid(
+            "add_generation_prompt and continue_final_message exclude each other.",
+            param="continue_final_message",
+        )
+    return request
+
+
+def parse_completion(body: Mapping[str, Any], settings: RouterSettings) -> CompletionRequest:
+    """A checked completions request. Raises ApiError 400."""
+    request = _parse(CompletionRequest, body, settings)
+    _check_shared(request, settings)
+    if request.logprobs is not None:
+        _check_range("logprobs", request.logprobs, 0, settings.max_logprobs)
+    if request.max_tokens is not None and request.max_tokens < (0 if request.echo else 1):
+        raise invalid(
+            f"max_tokens must be at least 1, got {short(request.max_tokens)} (0 only scores a prompt, "
+            "together with echo).",
+            param="max_tokens",
+        )
+    if request.best_of is not None:
+        _check_range("best_of", request.best_of, 1, settings.max_choices)
+        if request.best_of < request.n:
+            raise invalid(f"best_of ({request.best_of}) must be at least n ({request.n}).", param="best_of")
+        if request.best_of > 1 and request.stream:
+            raise invalid("best_of above 1 cannot be streamed.", param="best_of")
+        if request.best_of > request.n:
+            raise unsupported("best_of", f"above n ({request.n}) is not supported by this server")
+    return request
+
+
+def parse_tokenize(body: Mapping[str, Any], settings: RouterSettings) -> TokenizeRequest:
+    """A checked request to tokenize. Raises ApiError 400."""
+    request = _parse(TokenizeRequest, body, settings)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("Give either prompt or messages.", param="prompt", code="missing_required_parameter")
+    return request
+
+
+def parse_detokenize(body: Mapping[str, Any], settings: RouterSettings) -> DetokenizeRequest:
+    """A checked request to detokenize. Raises ApiError 400."""
+    return _parse(DetokenizeRequest, body, settings)
+
+
+def _parse(model: type[Model], body: Mapping[str, Any], settings: RouterSettings) -> Model:
+    fields = known_fields(
+        body, model.model_fields, only_elsewhere=_ELSEWHERE.get(model, {}), lenient=settings.lenient
+    )
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _as_api_error(error.errors(include_url=False, include_context=True)[0]) from None
+
+
+def _as_api_error(detail: ErrorDetails) -> ApiError:
+    # The branch of a union (`str`, `list[str]`) is no part of the field's name.
+    location = [part for part in detail["loc"] if isinstance(part, int) or part.isidentifier()]
+    if len(location) > 1 and location[1] in ("str", "int", "list"):
+        del location[1]
+    param = _path(location)
+    if detail["type"] == "missing":
+        return invalid(
+            f"Missing required parameter: {param}.", param=param, code="missing_required_parameter"
+        )
+    if detail["type"] == "extra_forbidden":
+        return invalid(f"Unknown parameter: {quoted(param)}.", param=param, code="unknown_parameter")
+    message = detail["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    code = "invalid_type" if detail["type"].endswith("_type") else "invalid_value"
+    return invalid(f"{param}: expected {message}, got {short(detail['input'])}.", param=param, code=code)
+
+
+def _path(location: Sequence[str | int]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text[:128]
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise invalid(f"{name} must be between {low} and {high}, got {short(value)}.", param=name)
+
+
+def _check_shared(request: GenerationFields, settings: RouterSettings) -> None:
+    _check_range("n", request.n, 1, settings.max_choices)
+    if len(request.stops) > settings.max_stops:
+        raise invalid(f"stop: at most {settings.max_stops} strings, got {len(request.stops)}.", param="stop")
+    for text in request.stops:
+        if not 1 <= len(text) <= settings.max_stop_chars:
+            raise invalid(
+                f"stop: a stop string has 1 to {settings.max_stop_chars} characters, got {len(text)}.",
+                param="stop",
+            )
+    if len(request.stop_token_ids) > settings.max_stop_token_ids:
+        raise invalid(f"stop_token_ids: at most {settings.max_stop_token_ids} ids.", param="stop_token_ids")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream to be true.", param="stream_options")
+    if len(request.logit_bias) > settings.max_logit_bias:
+        raise invalid(
+            f"logit_bias: at most {settings.max_logit_bias} entries, got {len(request.logit_bias)}.",
+            param="logit_bias",
+        )
+    for key, value in request.logit_bias.items():
+        if not -100 <= value <= 100:
+            raise invalid(
+                f"logit_bias: {quoted(key)} must be between -100 and 100, got {value}.", param="logit_bias"
+            )
+    if request.response_format is not None and request.response_format != {"type": "text"}:
+        kind = request.response_format.get("type")
+        if kind not in ("json_object", "json_schema"):
+            raise invalid("response_format.type must be text.", param="response_format.type")
+        raise unsupported("response_format", f"of type {kind} is not supported by this server")

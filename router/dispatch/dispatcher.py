@@ -1,0 +1,213 @@
+"""Places requests on groups and streams their tokens back: `interface.Dispatcher` over sockets.
+
+A request: rank the ready groups -> hand it over through `send`, which says who took it -> read its stream.
+Handing over fails: the next group, under a new wire id, a bounded number of times. The group dies after it
+has taken the request: an ERROR chunk for every choice that had not ended. The reader leaves: ABORT.
+
+What is at a group is `attempts`; a request that reads KV blocks from a second group, which may have to
+compute them first, is followed by `fetching`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from router.dispatch.attempts import Attempt, Attempts, Send
+from router.dispatch.fetching import Fetcher
+from router.dispatch.groups import CanaryFailed, GroupLimits, GroupSource, GroupTable
+from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState, Unavailable
+from router.dispatch.link import GroupLink
+from router.dispatch.placement import Placement, hash_prompt
+from router.routing.policy import PolicyConfig
+from router.routing.prefix_index import PrefixIndex
+from workers.data_plane.channel import ClientIdentity
+from workers.types import (
+    FinishReason,
+    GenerateRequest,
+    GroupId,
+    RequestId,
+    Role,
+    SamplingParams,
+    TokenChunk,
+)
+
+_log = logging.getLogger(__name__)
+
+_CANARY_PRIORITY = -1_000_000  # before all else: it asks whether the group computes, not whether it is busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchLimits:
+    """Times and sizes of placing requests."""
+
+    max_attempts: int = 3  # groups a request is offered to
+    send_timeout_s: float = 5.0  # for a group to take a request; then the next one is asked
+    late_send_s: float = 60.0  # how long a handing-over that was given up may still run
+    max_decisions: int = 1024  # kept for `explain`
+    groups: GroupLimits = field(default_factory=GroupLimits)
+
+
+class SocketDispatcher:
+    """Implements Dispatcher. Lives on the router's event loop; `start` before the first request."""
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        source: GroupSource,
+        send: Send,
+        policy: PolicyConfig | None = None,
+        limits: DispatchLimits | None = None,
+        client_id: str | None = None,
+        model_hash: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """model_hash: of the groups to use (`GroupInfo`); None: all are of one model."""
+        self.client_id = client_id or f"router-{uuid.uuid4().hex}"
+        self.index = PrefixIndex(clock=clock)  # what is cached where: to read, not to change
+        self._limits = limits or DispatchLimits()
+        self._placement = Placement(
+            index=self.index,
+            policy=policy or PolicyConfig(),
+            clock=clock,
+            max_decisions=self._limits.max_decisions,
+        )
+        self._attempts = Attempts(
+            send=send,
+            client_id=self.client_id,
+            links=lambda: self._table.links(),
+            clock=clock,
+            send_timeout_s=self._limits.send_timeout_s,
+            late_send_s=self._limits.late_send_s,
+        )
+        self._fetcher = Fetcher(
+            placement=self._placement,
+            attempts=self._attempts,
+            ready=self._ready,
+            new_transfer_id=lambda: secrets.token_hex(16),
+            clock=clock,
+            max_attempts=self._limits.max_attempts,
+        )
+        self._table = GroupTable(
+            source=source,
+            identity=ClientIdentity(client_id=self.client_id, secret=secret, subscribes=True),
+            index=self.index,
+            sink=self,
+            canary=self._prove,
+            limits=self._limits.groups,
+            model_hash=model_hash,
+        )
+
+    async def start(self) -> None:
+        """Begins to follow the groups."""
+        await self._table.start()
+
+    async def settle(self, timeout_s: float) -> None:
+        """See `GroupTable.settle`. Raises TimeoutError."""
+        await self._table.settle(timeout_s)
+
+    async def stop(self) -> None:
+        """Ends all requests with an error and leaves the groups. May be called twice."""
+        self._attempts.fail_all("router_stopping", "the router is stopping")
+        await self._fetcher.stop()
+        await self._table.stop()
+        await self._attempts.stop()
+
+    def groups(self) -> Sequence[GroupState]:
+        """All groups known now, ready or not."""
+        return self._table.states()
+
+    def pairs(self) -> Sequence[PairState]:
+        """See `Dispatcher.pairs`."""
+        return self._placement.pairs.states()
+
+    def fetch_counts(self) -> FetchCounts:
+        """See `Dispatcher.fetch_counts`."""
+        return self._fetcher.counts
+
+    def explain(self, request_id: RequestId) -> Decision | None:
+        """See `Dispatcher.explain`. The last `max_decisions` requests are remembered."""
+        return self._placement.explain(request_id)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See `Dispatcher.generate`."""
+        attempt = await self._place(request)
+        stream = attempt.stream
+        try:
+            while stream.has_pending or not stream.is_finished:
+                for chunk in await stream.take():
+                    yield chunk
+        finally:
+            self._attempts.finish(attempt)
+
+    # ---- from the links
+
+    def on_chunks(self, link: GroupLink, chunks: Sequence[TokenChunk]) -> None:
+        """Tokens of one step of a group."""
+        self._attempts.on_chunks(link, chunks)
+
+    def on_link_closed(self, link: GroupLink, reason: str) -> None:
+        """A group is gone."""
+        self._placement.pairs.drop(link.address.group_id)
+        self._attempts.on_link_closed(link, reason)
+
+    # ---- one request
+
+    def _ready(self) -> dict[GroupId, GroupLink]:
+        return {link.info.group_id: link for link in self._table.ready_links()}
+
+    async def _place(self, request: GenerateRequest) -> Attempt:
+        """Finds a group that takes the request. Raises Unavailable."""
+        tried: set[GroupId] = set()
+        refusal: Unavailable | None = None
+        for number in range(1, self._limits.max_attempts + 1):
+            chains = await hash_prompt(request, {link.info.block_size for link in self._table.ready_links()})
+            ready = self._ready()
+            prefill = {key: link for key, link in ready.items() if link.info.role is Role.PREFILL}
+            links = {key: link for key, link in ready.items() if key not in tried and key not in prefill}
+            if not links:
+                break
+            decision = self._placement.choose(request, chains, links, number, prefill)
+            best = links[decision.ranked[0].group_id]
+            wire_id = request.request_id if number == 1 else RequestId(f"{request.request_id}~{number}")
+            attempt = self._attempts.open(request, wire_id, best)
+            try:
+                self._placement.charge(decision, wire_id, chains, best)
+                source = self._fetcher.begin(attempt, request, decision, chains)
+                order = list(dict.fromkeys(choice.group_id for choice in decision.ranked))
+                await self._attempts.offer(attempt, replace(request, kv_source=source), order)
+            except Exception as error:  # whatever the transport raises: this group does not have it
+                self._attempts.finish(attempt)
+                _log.warning("request %s: %s did not take it: %r", wire_id, best.info.group_id, error)
+                tried.add(best.info.group_id)
+                refusal = error if isinstance(error, Unavailable) else refusal
+                continue
+            except BaseException:  # cancelled
+                self._attempts.finish(attempt)
+                raise
+            decision.taken_by = attempt.owner.info.group_id if attempt.owner is not None else None
+            return attempt
+        tries = f" ({len(tried)} did not take it)" if tried else ""
+        raise refusal or Unavailable(
+            f"no worker group can take the request now{tries}", code="no_healthy_group", retry_after_s=2.0
+        )
+
+    async def _prove(self, link: GroupLink) -> None:
+        """Asks a group for one token, on the way that every request takes. Raises CanaryFailed."""
+        request = GenerateRequest(
+            request_id=RequestId(f"canary-{uuid.uuid4().hex}"),
+            prompt_token_ids=(0,),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            priority=_CANARY_PRIORITY,
+        )
+        try:
+            chunk = await self._attempts.ask(link, request)
+        except Exception as error:  # whatever the transport raises
+            raise CanaryFailed(f"it did not take the request: {error!r}") from error
+        if chunk.finish_reason is FinishReason.ERROR or not chunk.token_ids:
+            raise CanaryFailed(chunk.error or "an answer without a token")

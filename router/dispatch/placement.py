@@ -1,0 +1,166 @@
+"""Ranks the groups for a request with all that this router knows, and remembers why.
+
+The bridge between what is live (links, prefix index) and the pure policy and pairing of `router.routing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from router.dispatch.interface import Decision
+from router.dispatch.link import GroupLink
+from router.dispatch.pairs import PairTable
+from router.routing.pairing import Sources, rank_with_sources, whole_block_tokens
+from router.routing.policy import PolicyConfig, RequestView, rank, split_prompt
+from router.routing.prefix_index import PrefixIndex
+from workers.hashing import BlockHash, block_hashes
+from workers.types import GenerateRequest, GroupId, GroupInfo, RequestId
+
+_HASH_IN_THREAD_TOKENS = 16_384  # longer prompts are hashed off the event loop
+
+BlockChains = Mapping[int, Sequence[BlockHash]]  # block size -> hashes of the prompt's full blocks
+
+
+class Placement:
+    """Ranking, charging and remembering. Lives on the router's event loop."""
+
+    def __init__(
+        self, *, index: PrefixIndex, policy: PolicyConfig, clock: Callable[[], float], max_decisions: int
+    ) -> None:
+        self._index = index
+        self._policy = policy
+        self._clock = clock
+        self._max_decisions = max_decisions
+        self._decisions: OrderedDict[RequestId, Decision] = OrderedDict()
+        self._turn = 0
+        self.pairs = PairTable(clock)
+
+    def choose(
+        self,
+        request: GenerateRequest,
+        chains: BlockChains,
+        links: Mapping[GroupId, GroupLink],
+        attempt: int,
+        prefill: Mapping[GroupId, GroupLink] | None = None,
+    ) -> Decision:
+        """Ranks the groups, which are not none; charges nothing. `prefill` groups only compute prompts."""
+        prefill = prefill or {}
+        matches = self._matches(request, chains, {**links, **prefill})
+        now_s = self._clock()
+        loads = [link.load.view(now_s, link.silent_s) for link in links.values()]
+        self._turn += 1
+        view = _view(request, chains, self._turn)
+        sources = self._sources(request, chains, links, prefill, now_s)
+        if sources is None:
+            ranked = rank(view, loads, matches, self._policy)
+        else:
+            ranked = rank_with_sources(view, loads, matches, sources, self._policy)
+        decision = Decision(
+            request_id=request.request_id,
+            num_attempts=attempt,
+            ranked=ranked,
+            matches=matches,
+            num_prompt_tokens=len(request.prompt_token_ids),
+        )
+        self._decisions[request.request_id] = decision
+        self._decisions.move_to_end(request.request_id)
+        if len(self._decisions) > self._max_decisions:
+            self._decisions.popitem(last=False)
+        return decision
+
+    def charge(self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: GroupLink) -> None:
+        """Counts the request to the group until its own stats do, and its blocks as being made there."""
+        info, best = link.info, decision.ranked[0]
+        uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
+        fetched = best.fetched_tokens if best.group_id == info.group_id else 0
+        link.load.on_sent(wire_id, uncached - fetched, self._clock(), is_measure=not fetched)
+        self._index.expect(info.group_id, chains.get(info.block_size, ()))
+
+    def charge_prompt(
+        self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: GroupLink
+    ) -> None:
+        """The same for a prefill group that is to compute the prompt."""
+        uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
+        link.load.on_sent(wire_id, uncached, self._clock())
+        self._index.expect(link.info.group_id, chains.get(link.info.block_size, ()))
+
+    def cached_tokens(self, decision: Decision, link: GroupLink) -> int:
+        """What the group was taken to have of the prompt."""
+        matched = decision.matches.get(link.info.group_id, 0)
+        return split_prompt(decision.num_prompt_tokens, link.info.block_size, matched).cached
+
+    def explain(self, request_id: RequestId) -> Decision | None:
+        """The decision of one of the last requests."""
+        return self._decisions.get(request_id)
+
+    def _sources(
+        self,
+        request: GenerateRequest,
+        chains: BlockChains,
+        links: Mapping[GroupId, GroupLink],
+        prefill: Mapping[GroupId, GroupLink],
+        now_s: float,
+    ) -> Sources | None:
+        """Groups whose blocks could be read; None when there is nothing to read, or nobody to read from."""
+        if request.sampling.num_prompt_logprobs is not None:
+            return None  # the engine computes every row of such a prompt
+        num = len(request.prompt_token_ids)
+        able = [link for link in links.values() if link.info.exchanges_kv]
+        if not any(whole_block_tokens(num, link.info.block_size) for link in able):
+            return None
+        computing = [
+            link.load.view(now_s, link.silent_s)
+            for link in prefill.values()
+            if link.info.exchanges_kv and num <= _max_prompt_tokens(link.info)
+        ]
+        cached: dict[GroupId, int] = {}
+        if self._policy.pull and len(able) > 1:
+            for link in able:
+                info = link.info
+                cached[info.group_id] = self._index.num_cached(info.group_id, chains.get(info.block_size, ()))
+        if not computing and not any(cached.values()):
+            return None
+        return Sources(
+            prefill=computing, cached=cached, bytes_per_s=self.pairs.rates(), barred=self.pairs.barred()
+        )
+
+    def _matches(
+        self, request: GenerateRequest, chains: BlockChains, links: Mapping[GroupId, GroupLink]
+    ) -> dict[GroupId, int]:
+        if request.sampling.num_prompt_logprobs is not None:
+            return {}  # the engine computes every row of such a prompt
+        return {
+            group_id: count
+            for size, chain in chains.items()
+            for group_id, count in self._index.match(chain).items()
+            if group_id in links and links[group_id].info.block_size == size
+        }
+
+
+def _max_prompt_tokens(info: GroupInfo) -> int:
+    return min(info.max_model_len, info.num_blocks * info.block_size)
+
+
+async def hash_prompt(request: GenerateRequest, block_sizes: Iterable[int]) -> BlockChains:
+    """Hashes of the prompt's full blocks, for each block size in use."""
+    sizes = set(block_sizes)
+    if len(request.prompt_token_ids) > _HASH_IN_THREAD_TOKENS:
+        return await asyncio.to_thread(_hash_prompt, request, sizes)
+    return _hash_prompt(request, sizes)
+
+
+def _hash_prompt(request: GenerateRequest, sizes: Iterable[int]) -> BlockChains:
+    return {size: block_hashes(request.prompt_token_ids, size, request.cache_salt) for size in sizes}
+
+
+def _view(request: GenerateRequest, chains: BlockChains, turn: int) -> RequestView:
+    chain: Sequence[BlockHash] = next(iter(chains.values()), ())
+    return RequestView(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        max_output_tokens=request.sampling.max_tokens * request.num_choices,
+        num_choices=request.num_choices,
+        spread_key=chain[-1] if chain else request.request_id.encode("utf-8", "replace"),
+        turn=turn,
+    )

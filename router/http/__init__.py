@@ -1,0 +1,1 @@
+"""The HTTP application: what every request passes, its routes, and clients that leave."""

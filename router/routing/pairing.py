@@ -1,0 +1,195 @@
+"""From where a group gets the KV blocks of a prompt that it lacks: the choices that `policy` does not
+have, because two groups take part.
+
+    none       it computes them itself: the cost of `policy`
+    prefill    a prefill group computes the whole prompt, and our group reads the full blocks as they come
+    neighbour  another group has more of the prompt cached; nothing is computed there
+
+Of a choice with a source, only what is left of the prompt is computed on the group itself. The terms of the
+group are those of `policy`, where `queue` is what is left of its queue once the blocks are there, and
+
+    transfer          the bytes, at the rate measured between the two groups
+    source_queue, source_prefill, source_delay, source_memory, source_silent, source_balance
+                      of a prefill group: the same terms there
+
+The cheapest choice wins, so a prompt that is short, mostly cached, or would have to queue for prefill is
+computed where it is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from router.routing.policy import (
+    Choice,
+    GroupLoad,
+    PlacementPolicy,
+    PolicyConfig,
+    RequestView,
+    TokenSplit,
+    Usual,
+    cost_terms,
+    order_key,
+    rank,
+    silent_cost_ms,
+    split_prompt,
+    what_is_usual,
+)
+from workers.types import GroupId
+
+_OF_COMPUTING = ("prefill", "delay", "interference")  # terms that grow with the tokens computed
+_MAX_PREFILL_GROUPS = 4  # the cheapest ones are weighed with every group
+
+Pair = tuple[GroupId, GroupId]  # who gives, who reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Who could give blocks of a prompt."""
+
+    prefill: Sequence[GroupLoad] = ()  # groups that compute prompts for others
+    cached: Mapping[GroupId, int] = field(default_factory=dict)  # leading blocks that a group surely has
+    bytes_per_s: Mapping[Pair, float] = field(default_factory=dict)  # of the pairs that have been measured
+    barred: frozenset[Pair] = frozenset()  # have just failed
+
+
+class _Prefill(NamedTuple):
+    """A prefill group with its own share of the cost."""
+
+    load: GroupLoad
+    terms: Mapping[str, float]
+    cost_ms: float
+    until_done_ms: float
+
+
+def rank_with_sources(
+    request: RequestView,
+    loads: Sequence[GroupLoad],
+    matches: Mapping[GroupId, int],
+    sources: Sources,
+    config: PolicyConfig,
+) -> list[Choice]:
+    """All groups with all their sources, best first. `matches`: leading blocks that a group has cached."""
+    if config.policy is PlacementPolicy.ROUND_ROBIN:
+        return _in_turn(request, loads, sources, config)
+    use_cache = config.policy is PlacementPolicy.PREFIX
+    heard = {load.group_id: load for load in loads if not silent_cost_ms(load, config)}
+    usual = what_is_usual([*loads, *sources.prefill], config)._replace(
+        recent_requests=min((load.recent_requests for load in loads), default=0.0)
+    )
+    prefills = _prefill_groups(request, matches if use_cache else {}, sources.prefill, usual, config)
+    ranked = []
+    for load in loads:
+        matched = matches.get(load.group_id, 0) if use_cache else 0
+        split = split_prompt(request.num_prompt_tokens, load.block_size, matched)
+        terms = cost_terms(request, load, split.uncached, usual, config)
+        alone = Choice(load.group_id, sum(terms.values()), terms)
+        choices = [alone]
+        whole = whole_block_tokens(request.num_prompt_tokens, load.block_size)
+        for prefill in prefills:
+            if whole > split.cached and is_readable(prefill.load, load, sources):
+                choices.append(_pair(alone, load, split, whole, prefill, sources, config))
+        if use_cache and (found := _neighbour(load, split.cached, heard, sources)) is not None:
+            given = min(sources.cached[found.group_id] * load.block_size, whole)
+            if given > split.cached:
+                neighbour = _Prefill(found, {}, 0.0, 0.0)
+                choices.append(_pair(alone, load, split, given, neighbour, sources, config))
+        _, own, spread = order_key(request, load, 0.0)
+        for position, choice in enumerate(choices):  # of equal ones, first without, then as given
+            ranked.append((round(choice.cost_ms, 1), own, spread, position, choice))
+    ranked.sort(key=lambda entry: entry[:4])
+    return [entry[4] for entry in ranked]
+
+
+def whole_block_tokens(num_prompt_tokens: int, block_size: int) -> int:
+    """Prompt tokens in blocks that can be read: full ones, and without the last token, which is always
+    computed."""
+    return max(num_prompt_tokens - 1, 0) // block_size * block_size
+
+
+def is_readable(source: GroupLoad, reader: GroupLoad, sources: Sources) -> bool:
+    """Whether the reader can use the source's blocks, as far as the router knows."""
+    return (
+        source.kv_format == reader.kv_format != ""
+        and source.group_id != reader.group_id
+        and (source.group_id, reader.group_id) not in sources.barred
+    )
+
+
+def _prefill_groups(
+    request: RequestView,
+    matches: Mapping[GroupId, int],
+    loads: Sequence[GroupLoad],
+    usual: Usual,
+    config: PolicyConfig,
+) -> list[_Prefill]:
+    """The cheapest prefill groups. There the request has no tokens of its own."""
+    prompt = replace(request, max_output_tokens=0, num_choices=1)
+    own_usual = usual._replace(recent_requests=min((load.recent_requests for load in loads), default=0.0))
+    ranked = []
+    for load in loads:
+        matched = matches.get(load.group_id, 0)
+        uncached = split_prompt(request.num_prompt_tokens, load.block_size, matched).uncached
+        terms = cost_terms(prompt, load, uncached, own_usual, config)
+        del terms["decode"]  # none of ours
+        own = {f"source_{name}": value for name, value in terms.items()}
+        prefill = _Prefill(load, own, sum(terms.values()), terms["queue"] + terms["prefill"])
+        ranked.append((*order_key(request, load, prefill.cost_ms), prefill))
+    ranked.sort(key=lambda entry: entry[:3])
+    return [entry[3] for entry in ranked[:_MAX_PREFILL_GROUPS]]
+
+
+def _neighbour(
+    load: GroupLoad, own_tokens: int, heard: Mapping[GroupId, GroupLoad], sources: Sources
+) -> GroupLoad | None:
+    """The group that has most of the prompt, when it is more than the group itself has."""
+    best, most = None, own_tokens // load.block_size
+    for group_id, count in sources.cached.items():
+        if count > most and (found := heard.get(group_id)) is not None and is_readable(found, load, sources):
+            best, most = found, count
+    return best
+
+
+def _pair(
+    alone: Choice,
+    load: GroupLoad,
+    split: TokenSplit,
+    given_tokens: int,
+    prefill: _Prefill,
+    sources: Sources,
+    config: PolicyConfig,
+) -> Choice:
+    """The group reads what it lacks of the first `given_tokens` of the prompt, and computes the rest."""
+    source = prefill.load
+    fetched = given_tokens - split.cached
+    num_bytes = fetched // load.block_size * load.block_bytes
+    rate = sources.bytes_per_s.get((source.group_id, load.group_id), config.default_transfer_bytes_per_s)
+    transfer_ms = config.transfer_ms + 1000.0 * num_bytes / rate
+    computed_share = 1.0 - fetched / split.uncached
+    terms = {**alone.terms, "transfer": transfer_ms, **prefill.terms}
+    terms["queue"] = max(terms["queue"] - prefill.until_done_ms - transfer_ms, 0.0)
+    for name in _OF_COMPUTING:
+        if name in terms:
+            terms[name] *= computed_share
+    return Choice(load.group_id, sum(terms.values()), terms, source.group_id, fetched)
+
+
+def _in_turn(
+    request: RequestView, loads: Sequence[GroupLoad], sources: Sources, config: PolicyConfig
+) -> list[Choice]:
+    """Groups in turn, each with the prefill groups in turn and then without; silent ones are left out."""
+    named = sorted(sources.prefill, key=lambda load: load.group_id)
+    heard = [load for load in named if not silent_cost_ms(load, config)]
+    by_id = {load.group_id: load for load in loads}
+    choices = []
+    for choice in rank(request, loads, {}, config):
+        load = by_id[choice.group_id]
+        whole = whole_block_tokens(request.num_prompt_tokens, load.block_size)
+        able = [source for source in heard if is_readable(source, load, sources)] if whole else []
+        start = request.turn % len(able) if able else 0
+        for source in able[start:] + able[:start]:
+            choices.append(choice._replace(source=source.group_id, fetched_tokens=whole))
+        choices.append(choice)
+    return choices

@@ -1,0 +1,225 @@
+"""A checked request on the groups: admission, dispatch, tokens to text, the answer.
+
+Life of a request: admitted -> one GenerateRequest per prompt goes to the dispatcher -> chunks come back and
+become deltas of choices -> the answer is written, whole or as events. Leaving early, at any point, closes the
+dispatcher's generators, which cancels on the groups; the admission slot is freed in the same breath. Every
+admitted request is counted once, by its reason: stop, length, aborted, error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from router.admission import Admission, AdmittedRequest
+from router.api.errors import internal_error, invalid
+from router.dispatch.interface import Dispatcher, Unavailable
+from router.serving.answers import DONE, AnswerWriter, ChoiceAnswer, PromptAnswer, Usage
+from router.serving.choice import Choice, Delta, prompt_text
+from router.serving.explain import prompt_id
+from router.serving.merge import merged
+from router.serving.work import Work
+from router.telemetry import metrics as metric
+from router.telemetry.metrics import RouterMetrics
+from router.text.tokenizer import TextTokenizer
+from workers.types import FinishReason, GenerateRequest, TokenChunk
+
+# Codes with which a group refuses a request as the client's mistake.
+_CLIENT_CODES = frozenset({"invalid_value", "context_length_exceeded", "kv_pool_too_small"})
+# Codes of what another group, or the same one later, could do.
+_LATER_CODES = frozenset(
+    {"engine_dead", "group_failed", "group_draining", "not_connected", "submit_timeout", "draining"}
+)
+_OVERLOAD_CODES = frozenset({"queue_full", "server_is_overloaded"})
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a request has got so far."""
+
+    choices: list[Choice]
+    prompts: list[PromptAnswer]
+    usage: Usage
+    unfinished: int
+    reasons: set[str] = field(default_factory=set)
+
+
+class Generation:
+    """Runs requests and writes their answers. Used from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        tokenizer: TextTokenizer,
+        admission: Admission,
+        metrics: RouterMetrics,
+        model_name: str,
+        clock: Callable[[], float],
+    ) -> None:
+        """`model_name`: as answers say it. `clock` is monotonic seconds."""
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._admission = admission
+        self._metrics = metrics
+        self._model_name = model_name
+        self._clock = clock
+
+    async def complete(self, work: Work) -> bytes:
+        """The whole answer as JSON. Raises ApiError; cancelling it cancels the request on its group."""
+        progress = self._progress(work)
+        answers = [ChoiceAnswer(choice.prompt_index) for choice in progress.choices]
+        async with aclosing(self._events(work, progress)) as events:
+            async for choice, delta in events:
+                answers[choice.index].add(delta)
+        writer = self._writer(work)
+        if work.num_logprobs is None:
+            return writer.whole(progress.prompts, answers, progress.usage)
+        # Twenty alternatives for each of 100,000 tokens take seconds: not on the event loop.
+        return await asyncio.to_thread(writer.whole, progress.prompts, answers, progress.usage)
+
+    async def stream(self, work: Work) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, `[DONE]` at the end. Raises ApiError, before the first event where possible.
+
+        Closing it cancels the request on its group.
+        """
+        writer = self._writer(work)
+        progress = self._progress(work)
+        unbegun = dict.fromkeys(range(len(work.prompts)), b"")  # prompt -> events that wait for its first one
+        async with aclosing(self._events(work, progress)) as events:
+            async for choice, delta in events:
+                event = writer.tokens(choice.index, delta, progress.usage)
+                if choice.is_finished:
+                    event += writer.end(choice.index, delta, progress.usage)
+                index = choice.prompt_index
+                if index in unbegun:
+                    prompt = progress.prompts[index]
+                    if work.echo and work.num_logprobs is not None and prompt.logprobs is None:
+                        # Another choice has found the prompt cached: its scores are still to come.
+                        unbegun[index] += event
+                        continue
+                    choices = progress.choices[index * work.num_choices : (index + 1) * work.num_choices]
+                    begins = [writer.begin(other.index, index, prompt, progress.usage) for other in choices]
+                    event = b"".join((*begins, unbegun.pop(index), event))
+                if event:
+                    yield event
+        yield writer.usage(progress.usage) + DONE if work.include_usage else DONE
+
+    def _writer(self, work: Work) -> AnswerWriter:
+        return AnswerWriter(self._tokenizer, work, self._model_name)
+
+    def _progress(self, work: Work) -> _Progress:
+        count = work.num_choices
+        choices = [
+            Choice(self._tokenizer, work, index // count, index) for index in range(len(work.prompts) * count)
+        ]
+        prompts = [PromptAnswer() for _ in work.prompts]
+        if work.echo:
+            for index, prompt in enumerate(work.prompts):
+                echo = prompt_text(
+                    self._tokenizer,
+                    prompt,
+                    is_all=work.sampling[index].max_tokens == 0,
+                    skip_special=work.skip_special_tokens,
+                )
+                prompts[index].echo = echo
+                for choice in choices[index * count : (index + 1) * count]:
+                    choice.start_at(len(echo.text))
+        return _Progress(choices, prompts, Usage(work.num_prompt_tokens), unfinished=len(choices))
+
+    async def _events(self, work: Work, progress: _Progress) -> AsyncGenerator[tuple[Choice, Delta], None]:
+        """(choice, what a chunk adds to it), until every choice has ended. Counts the request."""
+        outcome = "aborted"
+        with self._admission.admit(work.caller.tenant, work.num_prompt_tokens) as place:
+            self._metrics.count(metric.PROMPT_TOKENS, work.num_prompt_tokens)
+            try:
+                async with aclosing(merged(self._dispatcher, self._requests(work))) as chunks:
+                    async for prompt_index, chunk in chunks:
+                        choice = progress.choices[prompt_index * work.num_choices + chunk.choice]
+                        if choice.is_finished:  # by a stop string, which its engine does not know of
+                            continue
+                        self._check_chunk(chunk)
+                        yield choice, self._take(work, progress, place, choice, chunk)
+                        if not progress.unfinished:
+                            break
+                if progress.unfinished:
+                    raise internal_error("incomplete_answer", "The worker group ended the answer too early.")
+                outcome = "length" if "length" in progress.reasons else "stop"
+            except Unavailable as error:
+                outcome = "error"
+                raise self._admission.unavailable(
+                    error.message, code=error.code, retry_after_s=error.retry_after_s
+                ) from None
+            except Exception:
+                outcome = "error"
+                raise
+            finally:
+                self._count(work, progress.usage, outcome)
+
+    def _take(
+        self, work: Work, progress: _Progress, place: AdmittedRequest, choice: Choice, chunk: TokenChunk
+    ) -> Delta:
+        """One chunk of a choice into the progress."""
+        now = self._clock()
+        if place.is_queued:
+            place.first_token()
+            self._metrics.ttft_s.observe(now - work.arrived_at)
+        if chunk.token_ids:
+            if choice.num_tokens:
+                self._metrics.itl_s.observe((now - choice.last_token_at) / len(chunk.token_ids))
+            choice.last_token_at = now
+        if chunk.choice == 0:
+            # Later choices of a prompt find it cached by the first: no news of the prompt.
+            progress.usage.cached_tokens += chunk.num_cached_tokens
+            if chunk.prompt_logprobs is not None:
+                progress.prompts[choice.prompt_index].logprobs = chunk.prompt_logprobs
+        before = choice.num_tokens
+        delta = choice.add(chunk)
+        progress.usage.completion_tokens += choice.num_tokens - before
+        if choice.is_finished:
+            progress.unfinished -= 1
+            progress.reasons.add(delta.finish_reason or "")
+        return delta
+
+    def _count(self, work: Work, usage: Usage, outcome: str) -> None:
+        """Once for every admitted request."""
+        seconds = self._clock() - work.arrived_at
+        self._metrics.count(metric.REQUESTS, 1, outcome)
+        self._metrics.count(metric.GENERATION_TOKENS, usage.completion_tokens)
+        self._metrics.count(metric.CACHED_TOKENS, usage.cached_tokens)
+        self._metrics.e2e_s.observe(seconds)
+        _log.info(
+            "request %s: %s after %.3f s, %d prompt tokens (%d cached), %d generated",
+            *(work.id, outcome, seconds, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        )
+
+    def _requests(self, work: Work) -> list[GenerateRequest]:
+        return [
+            GenerateRequest(
+                request_id=prompt_id(work.id, index),
+                prompt_token_ids=prompt,
+                sampling=work.sampling[index],
+                num_choices=work.num_choices,
+                cache_salt=work.cache_salt,
+            )
+            for index, prompt in enumerate(work.prompts)
+        ]
+
+    def _check_chunk(self, chunk: TokenChunk) -> None:
+        """Raises ApiError for a chunk that says the request failed."""
+        if chunk.finish_reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
+            return
+        code = chunk.error_code or "engine_error"
+        message = chunk.error or "The worker group ended this request."
+        if code in _CLIENT_CODES:
+            raise invalid(message, code=code)
+        if code in _OVERLOAD_CODES:
+            raise self._admission.unavailable(message)
+        if code in _LATER_CODES:
+            raise self._admission.unavailable(message, code=code)
+        raise internal_error(code, message)

@@ -1,0 +1,322 @@
+"""From a checked HTTP request to work for the groups: token ids, budgets, seeds.
+
+Everything that can be wrong with a request and needs the tokenizer or the model's limits is refused here,
+before any group hears of it. Engines check again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from router.api.auth import Caller
+from router.api.errors import ApiError, context_length_exceeded, internal_error, invalid, short
+from router.api.messages import check_messages
+from router.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+)
+from router.serving.work import Endpoint, ModelLimits, Work
+from router.settings import RouterSettings
+from router.text.text_workers import TextTimeout, TextWorkers
+from router.text.tokenizer import TextTokenizer
+from workers.types import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What the service knows of a request beside its body."""
+
+    id: str
+    caller: Caller
+    arrived_at: float
+    created: int
+
+
+class Preparer:
+    """Tokenizes and checks. Raises ApiError for a mistake of the client, TextBusy when there is too much to
+    tokenize. `draw_seed` gives a random int64 for requests without a seed."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: TextTokenizer,
+        workers: TextWorkers,
+        settings: RouterSettings,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._workers = workers
+        self._settings = settings
+        self._draw_seed = draw_seed
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._workers.close()
+
+    async def chat(self, request: ChatRequest, arrival: Arrival, limits: ModelLimits) -> Work:
+        """One prompt, from the messages."""
+        prompt = await self._chat_ids(
+            request.messages,
+            limits,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            add_special_tokens=request.add_special_tokens,
+        )
+        budget = request.max_completion_tokens or request.max_tokens
+        num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        budgets = [_budget(len(prompt), budget, limits.max_model_len - len(prompt), limits, "messages")]
+        return self._work(request, arrival, limits, Endpoint.CHAT, [prompt], budgets, num_logprobs)
+
+    async def completion(self, request: CompletionRequest, arrival: Arrival, limits: ModelLimits) -> Work:
+        """One prompt or several."""
+        prompts = []
+        for prompt in self._split_prompts(request.prompt, limits):
+            if isinstance(prompt, str):
+                prompts.append(await self._text_ids(prompt, limits, request.add_special_tokens))
+            else:
+                prompts.append(prompt)
+        budgets = [
+            _budget(len(prompt), request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
+            for prompt in prompts
+        ]
+        work = self._work(request, arrival, limits, Endpoint.COMPLETIONS, prompts, budgets, request.logprobs)
+        if not request.echo:
+            return work
+        scored = request.logprobs
+        if scored is None and not all(budgets):
+            scored = 0  # without new tokens, scores are all that an engine can do
+        sampling = tuple(replace(params, num_prompt_logprobs=scored) for params in work.sampling)
+        return replace(work, echo=True, sampling=sampling)
+
+    async def tokens(self, request: TokenizeRequest, limits: ModelLimits) -> list[int]:
+        """Token ids for /tokenize."""
+        if request.messages is not None:
+            return await self._chat_ids(
+                request.messages,
+                limits,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=False,
+                add_special_tokens=bool(request.add_special_tokens),
+            )
+        assert request.prompt is not None
+        return await self._text_ids(request.prompt, limits, request.add_special_tokens is not False)
+
+    async def text(self, request: DetokenizeRequest, limits: ModelLimits) -> str:
+        """The text of /detokenize."""
+        ids = _checked_ids(request.tokens, limits.vocab_size, "tokens")
+        try:
+            return await self._workers.run(
+                lambda: self._tokenizer.decode(ids), self._settings.tokenize_timeout_s
+            )
+        except TextTimeout as error:
+            raise _too_complex(error, "tokens") from None
+
+    def _split_prompts(self, prompt: str | list[Any], limits: ModelLimits) -> list[str | list[int]]:
+        """The prompts of a request, each a text or checked token ids."""
+        if isinstance(prompt, str):
+            entries: list[Any] = [prompt]
+        elif not prompt:
+            raise invalid("prompt is empty.", param="prompt")
+        elif isinstance(prompt[0], str | list):
+            entries = prompt
+        else:
+            return [_checked_ids(prompt, limits.vocab_size, "prompt")]
+        if len(entries) > self._settings.max_prompts:
+            raise invalid(
+                f"prompt: at most {self._settings.max_prompts} prompts in one request, got {len(entries)}.",
+                param="prompt",
+            )
+        kind = type(entries[0])
+        prompts: list[str | list[int]] = []
+        for i, entry in enumerate(entries):
+            path = "prompt" if len(entries) == 1 else f"prompt[{i}]"
+            if type(entry) is not kind:
+                raise invalid(
+                    "prompt must be all texts or all lists of token ids.", param=path, code="invalid_type"
+                )
+            if not entry:
+                raise invalid(f"{path} is empty.", param=path)
+            prompts.append(entry if isinstance(entry, str) else _checked_ids(entry, limits.vocab_size, path))
+        return prompts
+
+    async def _text_ids(self, text: str, limits: ModelLimits, add_special_tokens: bool) -> list[int]:
+        self._check_chars(len(text), limits, "prompt")
+        tokenizer = self._tokenizer
+        try:
+            ids = await self._workers.run(
+                lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens),
+                self._settings.tokenize_timeout_s,
+            )
+        except TextTimeout as error:
+            raise _too_complex(error, "prompt") from None
+        if not ids:
+            raise invalid("prompt is empty: it has no tokens.", param="prompt")
+        return ids
+
+    async def _chat_ids(
+        self,
+        messages: list[dict[str, Any]],
+        limits: ModelLimits,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        add_special_tokens: bool,
+    ) -> list[int]:
+        checked = check_messages(messages)
+        self._check_chars(sum(len(message["content"]) for message in checked), limits, "messages")
+        settings, tokenizer = self._settings, self._tokenizer
+        rendered: list[bool] = []
+
+        def encode() -> list[int]:
+            text = tokenizer.render_chat(
+                checked,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                # A prompt that fits is never near this: tokens are longer than that on no real text.
+                max_chars=max(settings.max_template_chars_per_token, tokenizer.max_token_chars)
+                * limits.max_model_len,
+                timeout_s=settings.render_timeout_s,
+            )
+            rendered.append(True)
+            return tokenizer.encode_rendered(text, add_special_tokens=add_special_tokens)
+
+        try:
+            ids = await self._workers.run(
+                encode,
+                settings.render_timeout_s,
+                extra_s=lambda: settings.tokenize_timeout_s if rendered else 0.0,
+            )
+        except TextTimeout as error:
+            if rendered:
+                raise _too_complex(error, "messages") from None
+            raise internal_error("template_error", f"The chat template took {error}.") from None
+        if not ids:
+            raise invalid("The messages have no tokens.", param="messages")
+        return ids
+
+    def _check_chars(self, num_chars: int, limits: ModelLimits, param: str) -> None:
+        """Refuses what cannot fit whatever its tokens are, before tokenizing it."""
+        at_least = num_chars // self._tokenizer.max_token_chars
+        if at_least > limits.max_model_len:
+            raise context_length_exceeded(f"at least {at_least}", 0, limits.max_model_len, param)
+
+    def _work(
+        self,
+        request: GenerationFields,
+        arrival: Arrival,
+        limits: ModelLimits,
+        endpoint: Endpoint,
+        prompts: Sequence[Sequence[int]],
+        budgets: Sequence[int],
+        num_logprobs: int | None,
+    ) -> Work:
+        _check_ids_of_fields(request, limits.vocab_size)
+        if request.min_tokens > min(budgets):
+            raise invalid(
+                f"min_tokens ({request.min_tokens}) is above max_tokens ({min(budgets)}).", param="min_tokens"
+            )
+        params = SamplingParams(
+            max_tokens=0,
+            min_tokens=request.min_tokens,
+            temperature=float(request.temperature),
+            top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
+            top_p=float(request.top_p),
+            min_p=float(request.min_p),
+            repetition_penalty=float(request.repetition_penalty),
+            presence_penalty=float(request.presence_penalty),
+            frequency_penalty=float(request.frequency_penalty),
+            logit_bias=tuple((int(key), float(value)) for key, value in request.logit_bias.items()),
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            num_logprobs=num_logprobs,
+        )
+        options = request.stream_options
+        # The key's tenant first, so that a salt from outside only ever separates further.
+        salt = arrival.caller.tenant + (f":{request.cache_salt}" if request.cache_salt else "")
+        return Work(
+            endpoint=endpoint,
+            id=arrival.id,
+            created=arrival.created,
+            arrived_at=arrival.arrived_at,
+            caller=arrival.caller,
+            limits=limits,
+            prompts=tuple(tuple(prompt) for prompt in prompts),
+            sampling=tuple(
+                replace(
+                    params,
+                    max_tokens=budget,
+                    seed=request.seed if request.seed is not None else self._draw_seed(),
+                )
+                for budget in budgets
+            ),
+            num_choices=request.n,
+            cache_salt=salt,
+            stops=request.stops,
+            include_stop=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            num_logprobs=num_logprobs,
+            return_token_ids=request.return_token_ids,
+            stream=request.stream,
+            include_usage=options is not None and bool(options.include_usage),
+            continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        )
+
+
+def _budget(num_prompt: int, asked: int | None, default: int, limits: ModelLimits, param: str) -> int:
+    """New tokens that a request may have. What the caller asked for must fit; a default is cut to what
+    fits."""
+    room = limits.max_model_len - num_prompt
+    if (room < 1 and asked != 0) or room < 0:
+        raise context_length_exceeded(num_prompt, 1 if asked is None else asked, limits.max_model_len, param)
+    if asked is None:
+        return min(default, room)
+    if asked > room:
+        raise context_length_exceeded(num_prompt, asked, limits.max_model_len, "max_tokens")
+    return asked
+
+
+def _checked_ids(ids: Sequence[Any], vocab_size: int, path: str) -> list[int]:
+    """Token ids of a request. Raises ApiError 400 naming the first that is none."""
+    # The common case in C, since prompts are long; the loop finds the culprit.
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return list(ids)
+    for i, value in enumerate(ids):
+        if type(value) is not int:  # bool is a subclass, and no id
+            raise invalid(
+                f"{path}[{i}] must be a token id, got {short(value)}.",
+                param=f"{path}[{i}]",
+                code="invalid_type",
+            )
+        if not 0 <= value < vocab_size:
+            raise invalid(
+                f"{path}[{i}] is {short(value)}; token ids are 0 to {vocab_size - 1}.", param=f"{path}[{i}]"
+            )
+    raise AssertionError("one of the ids is wrong")
+
+
+def _check_ids_of_fields(request: GenerationFields, vocab_size: int) -> None:
+    _checked_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
+    for key in request.logit_bias:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            raise invalid(
+                f"logit_bias: {short(key)} is no token id; they are 0 to {vocab_size - 1}.",
+                param="logit_bias",
+            )
+    masked = {int(key) for key, value in request.logit_bias.items() if value == -100}
+    if len(masked) == vocab_size:
+        raise invalid(
+            "logit_bias masks every token of the vocabulary.", param="logit_bias", code="no_allowed_token"
+        )
+    if len({int(key) for key in request.logit_bias}) != len(request.logit_bias):
+        raise invalid("logit_bias names a token id twice.", param="logit_bias")
+
+
+def _too_complex(error: TextTimeout, param: str) -> ApiError:
+    return invalid(f"Tokenizing took {error}.", param=param, code="prompt_too_complex")

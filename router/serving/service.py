@@ -1,0 +1,218 @@
+"""What the HTTP API answers: what the router knows of itself, its groups and its model, and requests, which
+are checked and tokenized (`prepare`) and then run (`generation`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from router.admission import Admission
+from router.api.auth import Caller
+from router.api.errors import invalid, model_not_found
+from router.api.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from router.api.sampling_defaults import with_defaults
+from router.dispatch.interface import Dispatcher
+from router.serving.explain import explanation
+from router.serving.generation import Generation
+from router.serving.prepare import Arrival, Preparer
+from router.serving.work import ModelLimits, Work
+from router.settings import RouterSettings
+from router.telemetry.metrics import RouterMetrics
+from router.text.text_workers import TextBusy
+from router.text.tokenizer import TextTokenizer
+from workers.types import GroupInfo
+
+Result = TypeVar("Result")
+
+
+class Service:
+    """The HTTP API without HTTP: checked bodies in, bodies and events out. Used from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        tokenizer: TextTokenizer,
+        preparer: Preparer,
+        admission: Admission,
+        metrics: RouterMetrics,
+        settings: RouterSettings,
+        sampling_defaults: Mapping[str, Any],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`sampling_defaults`: fields of requests that do not say. `clock` is monotonic seconds,
+        `wall_clock` Unix seconds."""
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._preparer = preparer
+        self._settings = settings
+        self._sampling_defaults = sampling_defaults
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._started_at = int(wall_clock())
+        self.admission = admission
+        self.metrics = metrics
+        self._generation = Generation(
+            dispatcher=dispatcher,
+            tokenizer=tokenizer,
+            admission=admission,
+            metrics=metrics,
+            model_name=settings.model_name,
+            clock=clock,
+        )
+
+    # What the service knows.
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken, by at least one group that answers, and every group known has given
+        a real token in its present epoch."""
+        groups = self._dispatcher.groups()
+        return (
+            any(group.can_answer for group in groups)
+            and all(group.is_ready for group in groups)
+            and not self.admission.is_draining
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a request could be answered: at least one group that does is ready."""
+        return any(group.is_ready and group.can_answer for group in self._dispatcher.groups())
+
+    def start_draining(self) -> None:
+        """Refuse new requests from now on; running ones go on."""
+        self.admission.is_draining = True
+
+    def close(self) -> None:
+        """Ends the threads that tokenize, once they have nothing to do."""
+        self._preparer.close()
+
+    def limits(self) -> ModelLimits:
+        """Limits of the model. Raises ApiError 503 while no group is known.
+
+        While groups differ (a rolling update), what every one of them can serve.
+        """
+        models = self._models()
+        if not models:
+            raise self.admission.unavailable("No worker group is up yet.", code="no_ready_group")
+        return ModelLimits(
+            vocab_size=min(info.vocab_size for info in models),
+            max_model_len=min(info.max_model_len for info in models),
+            model_hash=models[0].model_hash,
+        )
+
+    def _models(self) -> list[GroupInfo]:
+        """What groups that answer say of their model. One that is listed but not connected (just started, or
+        dying) has said nothing yet."""
+        groups = self._dispatcher.groups()
+        return [group.info for group in groups if group.info is not None and group.can_answer]
+
+    def load(self) -> dict[str, Any]:
+        """Body of /load."""
+        groups = self._dispatcher.groups()
+        return {
+            "requests_inflight": self.admission.num_inflight,
+            "requests_queued": self.admission.num_queued,
+            "groups": [
+                {
+                    "group": group.group_id,
+                    "role": group.role.value,
+                    "ready": group.is_ready,
+                    "running": group.stats.num_running,
+                    "waiting": group.stats.num_waiting,
+                    "free_blocks": group.stats.free_blocks,
+                    "cached_blocks": group.stats.cached_blocks,
+                    "active_blocks": group.stats.active_blocks,
+                }
+                for group in groups
+            ],
+            "pairs": [pair._asdict() for pair in self._dispatcher.pairs()],
+        }
+
+    def explain(self, answer_id: str) -> dict[str, Any]:
+        """Body of /explain. Raises ApiError 404 when this replica does not know the request."""
+        return {"replica": self._settings.replica, **explanation(self._dispatcher, answer_id)}
+
+    def models(self) -> dict[str, Any]:
+        """Body of /v1/models."""
+        return {"object": "list", "data": [self.model(self._settings.model_name)]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """One model. Raises ApiError 404 for another name."""
+        self._check_model(name)
+        return {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "tandem",
+            "root": self._settings.model_name,
+            "parent": None,
+            "max_model_len": min((info.max_model_len for info in self._models()), default=None),
+        }
+
+    # Requests.
+
+    async def prepare_chat(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
+        """Checked and tokenized. Raises ApiError."""
+        arrival = self._arrival(request_id, caller)
+        self._check_model(body.get("model"))
+        request = parse_chat(with_defaults(body, self._sampling_defaults), self._settings)
+        self.admission.check(caller.tenant)
+        return await self._tokenizing(self._preparer.chat(request, arrival, self.limits()))
+
+    async def prepare_completion(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
+        """Checked and tokenized. Raises ApiError."""
+        arrival = self._arrival(request_id, caller)
+        self._check_model(body.get("model"))
+        request = parse_completion(with_defaults(body, self._sampling_defaults), self._settings)
+        self.admission.check(caller.tenant)
+        return await self._tokenizing(self._preparer.completion(request, arrival, self.limits()))
+
+    async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Body of /tokenize. Raises ApiError."""
+        self._check_model(body.get("model"))
+        request = parse_tokenize(body, self._settings)
+        limits = self.limits()
+        ids = await self._tokenizing(self._preparer.tokens(request, limits))
+        strings = [self._tokenizer.text_of(id) for id in ids] if request.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": limits.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+
+    async def detokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Body of /detokenize. Raises ApiError."""
+        self._check_model(body.get("model"))
+        request = parse_detokenize(body, self._settings)
+        return {"prompt": await self._tokenizing(self._preparer.text(request, self.limits()))}
+
+    async def complete(self, work: Work) -> bytes:
+        """See `Generation.complete`."""
+        return await self._generation.complete(work)
+
+    def stream(self, work: Work) -> AsyncGenerator[bytes, None]:
+        """See `Generation.stream`."""
+        return self._generation.stream(work)
+
+    # Inside.
+
+    def _arrival(self, request_id: str, caller: Caller) -> Arrival:
+        return Arrival(
+            id=request_id, caller=caller, arrived_at=self._clock(), created=int(self._wall_clock())
+        )
+
+    async def _tokenizing(self, work: Awaitable[Result]) -> Result:
+        try:
+            return await work
+        except TextBusy:
+            raise self.admission.unavailable("Too many prompts are waiting to be tokenized.") from None
+
+    def _check_model(self, name: object) -> None:
+        if name is None or name == self._settings.model_name:
+            return
+        if not isinstance(name, str):
+            raise invalid("model must be a string.", param="model", code="invalid_type")
+        raise model_not_found(name)

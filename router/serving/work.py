@@ -1,0 +1,55 @@
+"""A request after every check: token ids, sampling, and how the answer is to be written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from router.api.auth import Caller
+from workers.types import SamplingParams
+
+
+class Endpoint(Enum):
+    """Which API answers; the value is the prefix of response ids."""
+
+    CHAT = "chatcmpl"
+    COMPLETIONS = "cmpl"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the groups say of the model they run."""
+
+    vocab_size: int
+    max_model_len: int
+    model_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One HTTP request, ready for dispatch. Choice c of prompt p has the index p * num_choices + c."""
+
+    endpoint: Endpoint
+    id: str  # of the response; each prompt's request id is made from it
+    created: int  # Unix seconds
+    arrived_at: float  # of the service's clock
+    caller: Caller
+    limits: ModelLimits
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: tuple[SamplingParams, ...]  # one per prompt: budgets and drawn seeds differ
+    num_choices: int
+    cache_salt: str
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+    num_logprobs: int | None = None  # as in SamplingParams
+    return_token_ids: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Over all prompts, each once."""
+        return sum(map(len, self.prompts))

@@ -1,0 +1,1 @@
+"""Text to token ids and back: templates, tokenizer, stop strings. No torch."""
