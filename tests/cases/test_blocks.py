@@ -1,4 +1,4 @@
-"""Prompts around block borders, cold and fully cached (B25)."""
+"""Prompts around block borders, cold and fully cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts that add up (B52): two router replicas, one directory, two engines that run one request each."""
+"""Counts that add up: two router replicas, one directory, two engines that run one request each."""
 
 from __future__ import annotations
 

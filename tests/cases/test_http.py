@@ -1,4 +1,4 @@
-"""Bodies that parse but should not pass (B57), browsers and keys (B60), over a real engine."""
+"""Bodies that parse but should not pass, browsers and keys, over a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that go away (B48), over a real engine."""
+"""Clients that go away, over a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact fit of prompt and budget (B21), empty prompts and foreign ids (B22), learned positions (B38)."""
+"""Exact fit of prompt and budget, empty prompts and foreign ids, learned positions."""
 
 from __future__ import annotations
 

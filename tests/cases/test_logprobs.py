@@ -1,4 +1,4 @@
-"""Log-probabilities: scoring a prompt (B09), plain JSON in the right shape (B12)."""
+"""Log-probabilities: scoring a prompt, plain JSON in the right shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge values of sampling (B14), several choices (B16)."""
+"""Edge values of sampling, several choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes that do not divide (B37) and folders with damaged weights (B40), seen from outside."""
+"""Shapes that do not divide and folders with damaged weights, seen from outside."""
 
 from __future__ import annotations
 

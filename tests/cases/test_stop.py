@@ -1,4 +1,4 @@
-"""Where an answer ends: stop strings over many tokens (B03), several end ids and ignoring them (B19)."""
+"""Where an answer ends: stop strings over many tokens, several end ids and ignoring them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of streams: characters split over tokens (B01), SentencePiece's first spaces (B05)."""
+"""Text of streams: characters split over tokens, SentencePiece's first spaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: one beginning-of-sequence token (B06), content as a list of parts (B07)."""
+"""Chat templates: one beginning-of-sequence token, content as a list of parts."""
 
 from __future__ import annotations
 
