@@ -36,7 +36,7 @@ class OutputLengthEstimate:
         """Blocks of the sequence at its expected end, at most those of its last allowed token."""
         sampling = sequence.parent.request.sampling
         # The token sampled last is never computed, hence - 1; with max_tokens 0 none is sampled.
-        most = max(sequence.max_known - 1, sequence.prompt_len)
+        most = max(sequence.max_num_tokens - 1, sequence.prompt_len)
         if sampling.ignore_eos and not sampling.stop_token_ids:
             return -(-most // self._block_size)  # goes on to max_tokens
         # One longer than the mean is expected to go on for another block.

@@ -317,11 +317,11 @@ class Engine:
         if piece.prompt_targets is not None:
             assert sequence.prompt_scores is not None
             sequence.prompt_scores.extend(outcome.prompt_logprobs)
-        if sequence.num_computed == sequence.num_known:
+        if sequence.num_computed == sequence.num_tokens:
             chunks.append(self._answer(sequence, outcome))
 
     def _answer(self, sequence: Sequence, result: SliceResult) -> TokenChunk:
-        """The chunk of a sequence whose known tokens are all computed; appends the sampled one and ends it if
+        """The chunk of a sequence whose tokens are all computed; appends the sampled one and ends it if
         that was the last."""
         token_ids: tuple[int, ...] = ()
         logprobs: tuple[TokenLogprob, ...] | None = None

@@ -44,7 +44,7 @@ class RequestState:
         "fetch",
         "forbidden_ids",
         "is_admitted",
-        "max_known_tokens",
+        "max_num_tokens",
         "num_unfinished",
         "prompt_hashes",
         "request",
@@ -60,7 +60,7 @@ class RequestState:
         self.end_ids = _end_ids(sampling, limits)
         self.forbidden_ids = tuple(sorted(self.end_ids))  # while min_tokens has not been reached
         # Of each choice; the context length is the other bound, and validate() has compared the two.
-        self.max_known_tokens = len(request.prompt_token_ids) + sampling.max_tokens
+        self.max_num_tokens = len(request.prompt_token_ids) + sampling.max_tokens
         self.prompt_hashes: list[BlockHash] = []
         if block_size is not None:
             self.prompt_hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)

@@ -150,12 +150,12 @@ class Scheduler:
         if sequence.num_computed - sequence.num_sealed * self._block_size >= self._block_size:
             self._seal(sequence)
         if sequence.state is _PREFILLING:
-            self._set_backlog(sequence, sequence.num_known - sequence.num_computed)
+            self._set_backlog(sequence, sequence.num_tokens - sequence.num_computed)
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """Its known tokens were all computed and the next one has been appended."""
+        """Its tokens were all computed and the next one has been appended."""
         assert sequence.state is _PREFILLING, f"{sequence.key} is {sequence.state.value}, not in prefill"
-        assert sequence.num_computed == sequence.num_known - 1, f"{sequence.key} has a longer way to go"
+        assert sequence.num_computed == sequence.num_tokens - 1, f"{sequence.key} has a longer way to go"
         self._prefilling.remove(sequence)
         self._set_backlog(sequence, 0)
         sequence.state = _DECODING
@@ -202,7 +202,7 @@ class Scheduler:
         for sequence in running:
             sequence.check_progress(self._block_size, prefix_reuse=self._prefix_reuse)
         for sequence in self._decoding:
-            assert sequence.num_known - sequence.num_computed == 1, (
+            assert sequence.num_tokens - sequence.num_computed == 1, (
                 f"{sequence.key} decodes with tokens to prefill"
             )
         assert self.waiting_tokens == sum(sequence.backlog for sequence in everyone), "waiting_tokens drifted"
@@ -220,7 +220,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=_by_key)
-        to_prefill = sequence.num_known
+        to_prefill = sequence.num_tokens
         if sequence.choice and self._prefix_reuse:  # shares what the first choice computes
             to_prefill -= (to_prefill - 1) // self._block_size * self._block_size
         self._set_backlog(sequence, to_prefill)
@@ -354,7 +354,7 @@ class Scheduler:
         self._exchange.note_admission()
         insort(self._prefilling, sequence, key=_by_key)
         self.running_tokens += num_cached
-        self._set_backlog(sequence, sequence.num_known - num_cached)
+        self._set_backlog(sequence, sequence.num_tokens - num_cached)
         if self._prefix_reuse:
             self._in_progress.announce(sequence)
         if sequence.num_cached is None:
@@ -375,7 +375,7 @@ class Scheduler:
             token_ids=sequence.tokens(start, end),
             start=start,
             block_table=sequence.block_table,
-            sample=sequence.task if end == sequence.num_known else None,
+            sample=sequence.task if end == sequence.num_tokens else None,
             prompt_targets=sequence.score_targets(start, end),
             num_prompt_logprobs=sequence.parent.request.sampling.num_prompt_logprobs or 0,
         )

@@ -1,14 +1,14 @@
 """One choice of a request: its tokens, how far they are computed, and the blocks that hold them.
 
-    known      prompt and output so far; the last token of a decoding sequence is known and not yet computed
-    computed   the first `num_computed` known tokens have their keys and values in the pool
+    tokens     prompt and output so far; the last one of a decoding sequence is not yet computed
+    computed   the first `num_computed` of them have their keys and values in the pool
     sealed     the first `num_sealed` blocks are full, computed, and were offered to the prefix cache
 
-    0 <= num_sealed * block_size <= num_computed <= num_known,   block_table covers at least num_computed
+    0 <= num_sealed * block_size <= num_computed <= num_tokens,   block_table covers at least num_computed
     tokens
 
 Preemption drops the blocks and sets num_computed to 0; tokens, hashes and prompt scores stay, and computing
-the known tokens again brings the sequence to where it was.
+the tokens again brings the sequence to where it was.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sequence:
         "has_answered",
         "hashes",
         "key",
-        "max_known",
+        "max_num_tokens",
         "num_cached",
         "num_computed",
         "num_sealed",
@@ -62,13 +62,13 @@ class Sequence:
         self.key = (request.priority, parent.arrival, choice)  # order of service, lowest first
         self.prompt = request.prompt_token_ids
         self.prompt_len = len(request.prompt_token_ids)
-        self.max_known = parent.max_known_tokens
+        self.max_num_tokens = parent.max_num_tokens
         self.output: list[int] = []
         self.state = SequenceState.WAITING
         self.num_computed = 0
         self.num_sealed = 0
         self.block_table: list[int] = []
-        # Of full blocks of known tokens; those of the output come as they are sealed.
+        # Of full blocks; those of the output come as they are sealed.
         self.hashes = list(parent.prompt_hashes)
         self.waits_for: BlockHash | None = None  # a block that another sequence is computing
         self.num_cached: int | None = None  # tokens found cached at the first admission
@@ -82,12 +82,13 @@ class Sequence:
             self.task = self._sample_task()
 
     @property
-    def num_known(self) -> int:
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
         return self.prompt_len + len(self.output)
 
     @property
     def num_readable(self) -> int:
-        """Known tokens that may be taken from the prefix cache.
+        """Tokens that may be taken from the prefix cache.
 
         The last one has to be computed, to have a row to sample from. While prompt tokens are to be scored,
         so has each row whose score is missing: row i gives the score of token i + 1.
@@ -95,11 +96,11 @@ class Sequence:
         if self._is_scoring():
             assert self.prompt_scores is not None
             return len(self.prompt_scores)
-        return self.num_known - 1
+        return self.num_tokens - 1
 
     def chunk_end(self, max_tokens: int) -> int:
         """Position after the last token of the next slice, when it may have `max_tokens`."""
-        end = min(self.num_known, self.num_computed + max_tokens)
+        end = min(self.num_tokens, self.num_computed + max_tokens)
         if self._is_scoring():
             assert self.prompt_scores is not None
             if self.num_computed < len(self.prompt_scores):  # scored before a preemption: no second time
@@ -107,7 +108,7 @@ class Sequence:
         return end
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Known tokens start .. end - 1."""
+        """Tokens start .. end - 1."""
         if end <= self.prompt_len:
             return self.prompt[start:end]
         return self.prompt[start:] + tuple(
@@ -127,7 +128,7 @@ class Sequence:
         return self.prompt[start + 1 : end + 1]
 
     def hash_of_block(self, index: int, block_size: int) -> BlockHash:
-        """Hash of a full block of known tokens, whose predecessors have been asked for before."""
+        """Hash of a full block, whose predecessors have been asked for before."""
         if index == len(self.hashes):
             parent = self.hashes[index - 1] if index else root_hash(self.parent.request.cache_salt)
             self.hashes.append(chain_hash(parent, self.tokens(index * block_size, (index + 1) * block_size)))
@@ -135,10 +136,10 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         """The token that was sampled after the last computed one."""
-        assert self.num_computed == self.num_known, (
-            f"{self.num_known - self.num_computed} tokens not computed"
+        assert self.num_computed == self.num_tokens, (
+            f"{self.num_tokens - self.num_computed} tokens not computed"
         )
-        assert self.num_known < self.max_known, f"a token after the last one, {self.max_known}"
+        assert self.num_tokens < self.max_num_tokens, f"a token after the last one, {self.max_num_tokens}"
         self.output.append(token_id)
         if len(self.output) == self.parent.request.sampling.min_tokens:
             self.task = self._sample_task()  # end ids are allowed from now on
@@ -148,7 +149,7 @@ class Sequence:
         token_id = self.output[-1]
         if token_id in self.parent.end_ids:  # before min_tokens the sampler had it forbidden
             return FinishReason.STOP, token_id
-        if self.num_known >= self.max_known:
+        if self.num_tokens >= self.max_num_tokens:
             return FinishReason.LENGTH, None
         return None, None
 
@@ -165,10 +166,10 @@ class Sequence:
         )
         sealed = computed // block_size if prefix_reuse else 0
         assert self.num_sealed == sealed, f"{self.key}: {self.num_sealed} blocks sealed"
-        assert 0 < computed < self.num_known, f"{self.key}: {computed} of {self.num_known} computed"
+        assert 0 < computed < self.num_tokens, f"{self.key}: {computed} of {self.num_tokens} computed"
 
     def restart(self) -> None:
-        """Forgets progress but not what is known. The blocks have been freed."""
+        """Forgets progress but not the tokens. The blocks have been freed."""
         self.block_table = []
         self.num_computed = 0
         self.num_sealed = 0

@@ -31,7 +31,7 @@ class SequenceSlice:
     token_ids: Sequence[int]  # never empty
     start: int  # position of the first one = tokens of the sequence already in the pool
     block_table: Sequence[int]  # pool blocks of positions 0 .. start + len(token_ids) - 1, in order
-    sample: SampleTask | None = None  # set when the slice reaches the end of the known tokens
+    sample: SampleTask | None = None  # set when the slice reaches the end of the sequence's tokens
     # Score prompt tokens: for row i of the slice, log-probabilities of `prompt_targets[i]` (the token at
     # position start + i + 1) with the `num_prompt_logprobs` best; None: not asked for.
     prompt_targets: Sequence[int] | None = None
