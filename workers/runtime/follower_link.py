@@ -95,12 +95,12 @@ class FollowerLink:
             elif kind is FrameKind.STOP:
                 return
             elif kind is FrameKind.ORDER and self._on_order is not None:
-                self._obey(self._on_order, body)
+                self._pass_order(self._on_order, body)
             elif kind is not FrameKind.HEARTBEAT:
                 raise LeaderLost(f"rank 0 sent an unexpected {kind.name} message")
 
     def report(self, body: bytes) -> None:
-        """Tells rank 0 what came of an order; from any thread. Nothing happens when rank 0 is gone itself."""
+        """Sends rank 0 what came of an order; from any thread. Nothing happens when rank 0 is gone itself."""
         try:
             self._frames.send(FrameKind.REPORT, body)
         except (PeerClosed, PeerSilent):
@@ -119,7 +119,7 @@ class FollowerLink:
         self._heartbeat.join(self._timeout_s)
         self._frames.close()
 
-    def _obey(self, on_order: Callable[[bytes], None], body: bytes) -> None:
+    def _pass_order(self, on_order: Callable[[bytes], None], body: bytes) -> None:
         try:
             on_order(body)
         except ProtocolError as error:

@@ -142,7 +142,7 @@ class LeaderLink:
         try:
             agreed = decide(by_rank)
         except GroupFailed as refusal:
-            self._tell_all(FrameKind.FAULT, str(refusal).encode())
+            self._try_send_all(FrameKind.FAULT, str(refusal).encode())
             raise
         self._send_all(FrameKind.AGREED, pack_facts(agreed))
         return agreed
@@ -188,7 +188,7 @@ class LeaderLink:
         if self._watchdog.is_alive() and self._watchdog is not current_thread():
             self._watchdog.join(self._timeout_s)
         if self._failure is None:
-            self._tell_all(FrameKind.STOP, b"")
+            self._try_send_all(FrameKind.STOP, b"")
             self._await_ends()
         for follower in self._followers.values():
             follower.frames.close()
@@ -222,8 +222,8 @@ class LeaderLink:
                 self._fail(f"{follower.name} died or hangs: {error}")
                 self.check()
 
-    def _tell_all(self, kind: FrameKind, body: bytes) -> None:
-        """Last words: a follower that does not hear them sees the connection close."""
+    def _try_send_all(self, kind: FrameKind, body: bytes) -> None:
+        """Best effort: a follower that is not reached sees the connection close."""
         for follower in self._followers.values():
             try:
                 follower.frames.send(kind, body)
@@ -251,7 +251,7 @@ class LeaderLink:
             while not self._closing.is_set() and self._failure is None:
                 ready = [key.data for key, _ in selector.select(interval_s / 2) if key.data is not None]
                 now = time.monotonic()
-                problem = self._hear(ready, now) or self._overdue(now)
+                problem = self._read_frames(ready, now) or self._overdue(now)
                 if problem is None and now >= next_heartbeat_s:
                     next_heartbeat_s = now + interval_s
                     problem = self._send_heartbeats()
@@ -260,7 +260,7 @@ class LeaderLink:
         if self._failure is not None:
             self._on_failure(self._failure)
 
-    def _hear(self, ready: list[_Follower], now: float) -> str | None:
+    def _read_frames(self, ready: list[_Follower], now: float) -> str | None:
         for follower in ready:
             try:
                 for frame in follower.frames.receive_ready():

@@ -187,11 +187,11 @@ class Leader:
         num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
-        link.agree({}, self._hear_prepared, timeout_s=LOAD_TIMEOUT_S)
+        link.agree({}, self._collect_prepared, timeout_s=LOAD_TIMEOUT_S)
         self._executor = GroupExecutor(self._runner, link, on_close=self.close)
         return facts
 
-    def _hear_prepared(self, by_rank: dict[int, Facts]) -> Facts:
+    def _collect_prepared(self, by_rank: dict[int, Facts]) -> Facts:
         self._prepared = {rank: facts for rank, facts in by_rank.items() if rank != 0}
         return {}
 
