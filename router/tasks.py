@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 _CANCEL_AGAIN_S = 0.5  # longer than any clean-up takes, so that it is not cut short
-_TELL_EVERY = 20  # cancellations that changed nothing: 10 s
+_LOG_EVERY = 20  # cancellations that changed nothing: 10 s
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     left: set[asyncio.Task[Any]] = set(tasks)
     rounds = 0
     while left:
-        if rounds and rounds % _TELL_EVERY == 0:
+        if rounds and rounds % _LOG_EVERY == 0:
             names = ", ".join(sorted(str(task.get_coro()) for task in left))
             _log.error("cancelled %.0f s ago and not ended: %s", rounds * _CANCEL_AGAIN_S, names)
         rounds += 1

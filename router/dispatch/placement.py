@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from router.dispatch.interface import Decision
 from router.dispatch.link import GroupLink
 from router.dispatch.pairs import PairTable
-from router.routing.pairing import Sources, rank_with_sources, whole_block_tokens
-from router.routing.policy import PolicyConfig, RequestView, rank, split_prompt
+from router.routing.pairing import Sources, rank_with_sources
+from router.routing.policy import PolicyConfig, RequestView, rank, split_prompt, whole_block_tokens
 from router.routing.prefix_index import PrefixIndex
 from workers.hashing import BlockHash, block_hashes
 from workers.types import GenerateRequest, GroupId, GroupInfo, RequestId
@@ -75,7 +75,7 @@ class Placement:
         info, best = link.info, decision.ranked[0]
         uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
         fetched = best.fetched_tokens if best.group_id == info.group_id else 0
-        link.load.on_sent(wire_id, uncached - fetched, self._clock(), is_measure=not fetched)
+        link.load.on_sent(wire_id, uncached - fetched, self._clock(), is_timed=not fetched)
         self._index.expect(info.group_id, chains.get(info.block_size, ()))
 
     def charge_prompt(

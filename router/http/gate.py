@@ -98,7 +98,7 @@ class Gate:
             await self._app(scope, receive, send_with_headers)
         except ApiError as error:
             count_error(self._metrics, error)
-            await _respond(send_with_headers, error.status, error.body(), error_headers(error))
+            await _respond(send_with_headers, error.status, error.body(), _error_headers(error))
         except asyncio.CancelledError:  # what Serve does with a request whose client has left
             self._metrics.count(DISCONNECTS)
             raise
@@ -115,7 +115,7 @@ class Gate:
                 raise  # the server closes the connection: the answer is visibly incomplete
             fault = internal_error()
             count_error(self._metrics, fault)
-            await _respond(send_with_headers, fault.status, fault.body(), error_headers(fault))
+            await _respond(send_with_headers, fault.status, fault.body(), _error_headers(fault))
 
     def _cors(self, headers: RawHeaders) -> RawHeaders:
         """CORS headers of the answer: none unless the browser's origin is configured. Never credentials."""
@@ -150,7 +150,7 @@ def count_error(metrics: RouterMetrics, error: ApiError) -> None:
     metrics.count(CLIENT_ERRORS if error.status < 500 else SERVER_ERRORS, 1, error.code)
 
 
-def error_headers(error: ApiError) -> RawHeaders:
+def _error_headers(error: ApiError) -> RawHeaders:
     """The headers of an error's answer."""
     own = [(name.encode("ascii"), value.encode("latin-1")) for name, value in error.headers.items()]
     return [(b"content-type", b"application/json"), *own]
@@ -185,7 +185,7 @@ async def _refuse_websocket(scope: Scope, send: Send) -> None:
         await send({"type": "websocket.close", "code": 1008})
         return
     error = invalid("WebSocket connections are not supported.", code="unsupported_upgrade")
-    headers = [*error_headers(error), (b"content-length", str(len(error.body())).encode("ascii"))]
+    headers = [*_error_headers(error), (b"content-length", str(len(error.body())).encode("ascii"))]
     await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": error.body()})
 

@@ -26,7 +26,7 @@ class _Sent:
     uncached_tokens: int
     tokens_before: int  # queued before it when it was sent
     sent_s: float
-    is_measure: bool  # its first token tells how fast the group computes
+    is_timed: bool  # its first token shows how fast the group computes
     is_accepted: bool = False
     num_stats: int = 0  # STATS since it was accepted
     has_token: bool = False
@@ -79,14 +79,12 @@ class LoadTracker:
                 self._uncharge(request_id)
 
     def on_sent(
-        self, request_id: RequestId, uncached_tokens: int, now_s: float, *, is_measure: bool = True
+        self, request_id: RequestId, uncached_tokens: int, now_s: float, *, is_timed: bool = True
     ) -> None:
-        """A request is on its way to the group; `is_measure` is False when it waits for another group there,
-        so that its first token tells nothing of this one's speed."""
+        """A request is on its way to the group; `is_timed` is False when it waits for another group there,
+        so that its first token shows nothing of this one's speed."""
         before = self._stats.waiting_tokens + self._charged_tokens
-        sent = _Sent(
-            uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s, is_measure=is_measure
-        )
+        sent = _Sent(uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s, is_timed=is_timed)
         self._sent[request_id] = self._charged[request_id] = sent
         self._charged_tokens += uncached_tokens
         self._recent_requests = self._recent(now_s) + 1.0
@@ -106,7 +104,7 @@ class LoadTracker:
         sent.has_token = True
         self._uncharge(request_id)
         tokens = sent.tokens_before + sent.uncached_tokens
-        if sent.is_measure and tokens >= _MIN_OBSERVED_TOKENS and now_s > sent.sent_s:
+        if sent.is_timed and tokens >= _MIN_OBSERVED_TOKENS and now_s > sent.sent_s:
             self._learn(tokens / (now_s - sent.sent_s))
 
     def on_ended(self, request_id: RequestId) -> None:

@@ -23,19 +23,21 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from router.routing.policy import (
+    Baseline,
     Choice,
     GroupLoad,
     PlacementPolicy,
     PolicyConfig,
     RequestView,
     TokenSplit,
-    Usual,
+    baseline_of,
     cost_terms,
+    fewest_recent,
     order_key,
     rank,
     silent_cost_ms,
     split_prompt,
-    what_is_usual,
+    whole_block_tokens,
 )
 from workers.types import GroupId
 
@@ -55,13 +57,21 @@ class Sources:
     barred: frozenset[Pair] = frozenset()  # have just failed
 
 
-class _Prefill(NamedTuple):
-    """A prefill group with its own share of the cost."""
+class _Reader(NamedTuple):
+    """A group that may answer, as it would alone."""
+
+    load: GroupLoad
+    split: TokenSplit
+    alone: Choice
+
+
+class _Source(NamedTuple):
+    """A group to read from with its own share of the cost, none for a neighbour: it computes nothing."""
 
     load: GroupLoad
     terms: Mapping[str, float]
-    cost_ms: float
-    until_done_ms: float
+    cost_ms: float = 0.0
+    until_ready_ms: float = 0.0  # until its blocks can be read
 
 
 def rank_with_sources(
@@ -76,26 +86,24 @@ def rank_with_sources(
         return _in_turn(request, loads, sources, config)
     use_cache = config.policy is PlacementPolicy.PREFIX
     heard = {load.group_id: load for load in loads if not silent_cost_ms(load, config)}
-    usual = what_is_usual([*loads, *sources.prefill], config)._replace(
-        recent_requests=min((load.recent_requests for load in loads), default=0.0)
-    )
-    prefills = _prefill_groups(request, matches if use_cache else {}, sources.prefill, usual, config)
+    everywhere = baseline_of([*loads, *sources.prefill], config)
+    baseline = everywhere._replace(recent_requests=fewest_recent(loads))
+    prefills = _prefill_groups(request, matches if use_cache else {}, sources.prefill, everywhere, config)
     ranked = []
     for load in loads:
         matched = matches.get(load.group_id, 0) if use_cache else 0
         split = split_prompt(request.num_prompt_tokens, load.block_size, matched)
-        terms = cost_terms(request, load, split.uncached, usual, config)
-        alone = Choice(load.group_id, sum(terms.values()), terms)
-        choices = [alone]
+        terms = cost_terms(request, load, split.uncached, baseline, config)
+        reader = _Reader(load, split, Choice(load.group_id, sum(terms.values()), terms))
+        choices = [reader.alone]
         whole = whole_block_tokens(request.num_prompt_tokens, load.block_size)
         for prefill in prefills:
-            if whole > split.cached and is_readable(prefill.load, load, sources):
-                choices.append(_pair(alone, load, split, whole, prefill, sources, config))
+            if whole > split.cached and _is_readable(prefill.load, load, sources):
+                choices.append(_pair(reader, prefill, whole, sources, config))
         if use_cache and (found := _neighbour(load, split.cached, heard, sources)) is not None:
             given = min(sources.cached[found.group_id] * load.block_size, whole)
             if given > split.cached:
-                neighbour = _Prefill(found, {}, 0.0, 0.0)
-                choices.append(_pair(alone, load, split, given, neighbour, sources, config))
+                choices.append(_pair(reader, _Source(found, {}), given, sources, config))
         _, own, spread = order_key(request, load, 0.0)
         for position, choice in enumerate(choices):  # of equal ones, first without, then as given
             ranked.append((round(choice.cost_ms, 1), own, spread, position, choice))
@@ -103,13 +111,7 @@ def rank_with_sources(
     return [entry[4] for entry in ranked]
 
 
-def whole_block_tokens(num_prompt_tokens: int, block_size: int) -> int:
-    """Prompt tokens in blocks that can be read: full ones, and without the last token, which is always
-    computed."""
-    return max(num_prompt_tokens - 1, 0) // block_size * block_size
-
-
-def is_readable(source: GroupLoad, reader: GroupLoad, sources: Sources) -> bool:
+def _is_readable(source: GroupLoad, reader: GroupLoad, sources: Sources) -> bool:
     """Whether the reader can use the source's blocks, as far as the router knows."""
     return (
         source.kv_format == reader.kv_format != ""
@@ -122,20 +124,20 @@ def _prefill_groups(
     request: RequestView,
     matches: Mapping[GroupId, int],
     loads: Sequence[GroupLoad],
-    usual: Usual,
+    everywhere: Baseline,
     config: PolicyConfig,
-) -> list[_Prefill]:
+) -> list[_Source]:
     """The cheapest prefill groups. There the request has no tokens of its own."""
     prompt = replace(request, max_output_tokens=0, num_choices=1)
-    own_usual = usual._replace(recent_requests=min((load.recent_requests for load in loads), default=0.0))
+    baseline = everywhere._replace(recent_requests=fewest_recent(loads))
     ranked = []
     for load in loads:
         matched = matches.get(load.group_id, 0)
         uncached = split_prompt(request.num_prompt_tokens, load.block_size, matched).uncached
-        terms = cost_terms(prompt, load, uncached, own_usual, config)
+        terms = cost_terms(prompt, load, uncached, baseline, config)
         del terms["decode"]  # none of ours
         own = {f"source_{name}": value for name, value in terms.items()}
-        prefill = _Prefill(load, own, sum(terms.values()), terms["queue"] + terms["prefill"])
+        prefill = _Source(load, own, sum(terms.values()), terms["queue"] + terms["prefill"])
         ranked.append((*order_key(request, load, prefill.cost_ms), prefill))
     ranked.sort(key=lambda entry: entry[:3])
     return [entry[3] for entry in ranked[:_MAX_PREFILL_GROUPS]]
@@ -147,33 +149,27 @@ def _neighbour(
     """The group that has most of the prompt, when it is more than the group itself has."""
     best, most = None, own_tokens // load.block_size
     for group_id, count in sources.cached.items():
-        if count > most and (found := heard.get(group_id)) is not None and is_readable(found, load, sources):
+        if count > most and (found := heard.get(group_id)) is not None and _is_readable(found, load, sources):
             best, most = found, count
     return best
 
 
 def _pair(
-    alone: Choice,
-    load: GroupLoad,
-    split: TokenSplit,
-    given_tokens: int,
-    prefill: _Prefill,
-    sources: Sources,
-    config: PolicyConfig,
+    reader: _Reader, source: _Source, given_tokens: int, sources: Sources, config: PolicyConfig
 ) -> Choice:
-    """The group reads what it lacks of the first `given_tokens` of the prompt, and computes the rest."""
-    source = prefill.load
+    """The reader reads what it lacks of the first `given_tokens` of the prompt, and computes the rest."""
+    load, split, alone = reader
     fetched = given_tokens - split.cached
     num_bytes = fetched // load.block_size * load.block_bytes
-    rate = sources.bytes_per_s.get((source.group_id, load.group_id), config.default_transfer_bytes_per_s)
+    rate = sources.bytes_per_s.get((source.load.group_id, load.group_id), config.default_transfer_bytes_per_s)
     transfer_ms = config.transfer_ms + 1000.0 * num_bytes / rate
     computed_share = 1.0 - fetched / split.uncached
-    terms = {**alone.terms, "transfer": transfer_ms, **prefill.terms}
-    terms["queue"] = max(terms["queue"] - prefill.until_done_ms - transfer_ms, 0.0)
+    terms = {**alone.terms, "transfer": transfer_ms, **source.terms}
+    terms["queue"] = max(terms["queue"] - source.until_ready_ms - transfer_ms, 0.0)
     for name in _OF_COMPUTING:
         if name in terms:
             terms[name] *= computed_share
-    return Choice(load.group_id, sum(terms.values()), terms, source.group_id, fetched)
+    return Choice(load.group_id, sum(terms.values()), terms, source.load.group_id, fetched)
 
 
 def _in_turn(
@@ -187,7 +183,7 @@ def _in_turn(
     for choice in rank(request, loads, {}, config):
         load = by_id[choice.group_id]
         whole = whole_block_tokens(request.num_prompt_tokens, load.block_size)
-        able = [source for source in heard if is_readable(source, load, sources)] if whole else []
+        able = [source for source in heard if _is_readable(source, load, sources)] if whole else []
         start = request.turn % len(able) if able else 0
         for source in able[start:] + able[:start]:
             choices.append(choice._replace(source=source.group_id, fetched_tokens=whole))

@@ -113,12 +113,12 @@ def rank(
     if config.policy is PlacementPolicy.ROUND_ROBIN:
         return _in_turn(request, loads, config)
     use_cache = config.policy is PlacementPolicy.PREFIX
-    common = what_is_usual(loads, config)
+    baseline = baseline_of(loads, config)
     ranked = []
     for load in loads:
         matched = matches.get(load.group_id, 0) if use_cache else 0
         uncached = split_prompt(request.num_prompt_tokens, load.block_size, matched).uncached
-        terms = cost_terms(request, load, uncached, common, config)
+        terms = cost_terms(request, load, uncached, baseline, config)
         choice = Choice(load.group_id, sum(terms.values()), terms)
         ranked.append((*order_key(request, load, choice.cost_ms), choice))
     ranked.sort(key=lambda entry: entry[:3])
@@ -132,30 +132,40 @@ class TokenSplit(NamedTuple):
     uncached: int
 
 
+def whole_block_tokens(num_prompt_tokens: int, block_size: int) -> int:
+    """Prompt tokens whose KV can come from elsewhere: full blocks, without the last token, which is always
+    computed."""
+    return max(num_prompt_tokens - 1, 0) // block_size * block_size
+
+
 def split_prompt(num_prompt_tokens: int, block_size: int, matched_blocks: int) -> TokenSplit:
-    """What of the prompt is cached; at least its last token is always computed."""
-    usable = max(num_prompt_tokens - 1, 0) // block_size * block_size
-    cached = min(matched_blocks * block_size, usable)
+    """What of the prompt is cached."""
+    cached = min(matched_blocks * block_size, whole_block_tokens(num_prompt_tokens, block_size))
     return TokenSplit(cached, num_prompt_tokens - cached)
 
 
-class Usual(NamedTuple):
-    """What the groups have in common."""
+class Baseline(NamedTuple):
+    """What a group's cost is measured against: figures of all groups together."""
 
-    prefill_tokens_per_s: float  # mean of the measured ones
-    step_s: float
+    prefill_tokens_per_s: float  # mean of the groups measured, for those that are not
+    step_s: float  # the same
     recent_requests: float  # of the group with the fewest
 
 
-def what_is_usual(loads: Sequence[GroupLoad], config: PolicyConfig) -> Usual:
-    """Taken for groups that have not been measured yet."""
-    return Usual(
+def baseline_of(loads: Sequence[GroupLoad], config: PolicyConfig) -> Baseline:
+    """Over these groups; the config's defaults while none has been measured."""
+    return Baseline(
         prefill_tokens_per_s=_mean(
             [load.prefill_tokens_per_s for load in loads], config.default_prefill_tokens_per_s
         ),
         step_s=_mean([load.step_s for load in loads], config.default_step_s),
-        recent_requests=min((load.recent_requests for load in loads), default=0.0),
+        recent_requests=fewest_recent(loads),
     )
+
+
+def fewest_recent(loads: Sequence[GroupLoad]) -> float:
+    """Recent requests of the group that has had the fewest."""
+    return min((load.recent_requests for load in loads), default=0.0)
 
 
 def order_key(request: RequestView, load: GroupLoad, cost_ms: float) -> tuple[float, int, bytes]:
@@ -174,12 +184,12 @@ def _expected_output(request: RequestView, config: PolicyConfig) -> int:
 
 
 def cost_terms(
-    request: RequestView, load: GroupLoad, uncached: int, usual: Usual, config: PolicyConfig
+    request: RequestView, load: GroupLoad, uncached: int, baseline: Baseline, config: PolicyConfig
 ) -> dict[str, float]:
     """Cost of a request on a group, ms. `uncached`: prompt tokens that it computes there."""
-    ms_per_token = 1000.0 / (load.prefill_tokens_per_s or usual.prefill_tokens_per_s)
-    step_ms = 1000.0 * (load.step_s or usual.step_s)
-    ahead_tokens = config.balance_tokens * (load.recent_requests - usual.recent_requests)
+    ms_per_token = 1000.0 / (load.prefill_tokens_per_s or baseline.prefill_tokens_per_s)
+    step_ms = 1000.0 * (load.step_s or baseline.step_s)
+    ahead_tokens = config.balance_tokens * (load.recent_requests - baseline.recent_requests)
     sharing = load.num_running + load.num_waiting + load.charged_requests
     steps = _expected_output(request, config) / request.num_choices
     prefill_ms = uncached * ms_per_token
@@ -190,7 +200,7 @@ def cost_terms(
         "decode": steps * step_ms * config.row_share * sharing,
         "memory": _memory_wait_steps(request, load, uncached, config) * step_ms,
         "silent": silent_cost_ms(load, config),
-        "balance": min(ahead_tokens, config.max_balance_tokens) * 1000.0 / usual.prefill_tokens_per_s,
+        "balance": min(ahead_tokens, config.max_balance_tokens) * 1000.0 / baseline.prefill_tokens_per_s,
     }
     if load.role is Role.DECODE:
         terms["interference"] = config.interference_weight * prefill_ms

@@ -39,7 +39,7 @@ class _GroupBlocks:
         self.expectations: deque[_Expectation] = deque()  # oldest first
         self.num_expected = 0  # hashes in `expectations`
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         self.is_usable = False
         self.exact.clear()
 
@@ -100,7 +100,7 @@ class PrefixIndex:
         blocks.number = number
         blocks.is_usable = len(blocks.exact) <= blocks.max_blocks
         if not blocks.is_usable:
-            blocks.distrust()
+            blocks.invalidate()
         return blocks.is_usable
 
     def apply(self, group_id: GroupId, events: Iterable[BlockEvent]) -> bool:
@@ -116,13 +116,13 @@ class PrefixIndex:
             if event.number <= blocks.number:
                 continue
             if event.number != blocks.number + 1:
-                blocks.distrust()
+                blocks.invalidate()
                 return False
             blocks.number = event.number
             if event.kind is BlockEventKind.STORED:
                 blocks.exact.update(event.block_hashes)
                 if len(blocks.exact) > blocks.max_blocks:
-                    blocks.distrust()
+                    blocks.invalidate()
                     return False
             else:
                 blocks.exact.difference_update(event.block_hashes)

@@ -101,8 +101,8 @@ class AnswerWriter:
             _dumps(self._whole_choice(i, choice, prompts[choice.prompt_index]))
             for i, choice in enumerate(choices)
         )
-        is_told_ids = self._is_chat and self._work.return_token_ids
-        ids = f',"prompt_token_ids":{_dumps(self._work.prompts[0])}' if is_told_ids else ""
+        has_prompt_ids = self._is_chat and self._work.return_token_ids
+        ids = f',"prompt_token_ids":{_dumps(self._work.prompts[0])}' if has_prompt_ids else ""
         body = f'{_dumps(self._top)[:-1]},"choices":[{written}],"usage":{_dumps(usage.json())}{ids}}}'
         return body.encode("ascii")
 

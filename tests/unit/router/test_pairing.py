@@ -9,8 +9,16 @@ import pytest
 
 from router.dispatch.interface import PairState
 from router.dispatch.pairs import PairTable
-from router.routing.pairing import Sources, rank_with_sources, whole_block_tokens
-from router.routing.policy import Choice, GroupLoad, PlacementPolicy, PolicyConfig, RequestView, rank
+from router.routing.pairing import Sources, rank_with_sources
+from router.routing.policy import (
+    Choice,
+    GroupLoad,
+    PlacementPolicy,
+    PolicyConfig,
+    RequestView,
+    rank,
+    whole_block_tokens,
+)
 from workers.types import GroupId, Role
 
 D, E, P, Q, U, V = (GroupId(name) for name in ("d", "e", "p", "q", "u", "v"))
