@@ -31,7 +31,7 @@ _ESCAPE = re.compile(
 )
 
 
-class ClientLeft(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection before the request was complete: nobody to answer."""
 
 
@@ -56,7 +56,7 @@ async def read_body(
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientLeft
+                    raise ClientDisconnected
                 part = message.get("body", b"")
                 size += len(part)
                 if size > max_bytes:

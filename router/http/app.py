@@ -23,8 +23,8 @@ from router.api.errors import INVALID_REQUEST, ApiError, invalid, quoted
 from router.api.json_body import parse_object, read_body
 from router.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.build import new_random
+from router.http.disconnect import EventStream, StreamLimits, unless_disconnected
 from router.http.gate import Gate, count_error
-from router.http.leaving import EventStream, StreamLimits, unless_left
 from router.serving.service import Service
 from router.serving.work import Work
 from router.settings import PASSED_TIMEOUT_HEADER, TIMEOUT_HEADER, RouterSettings
@@ -200,7 +200,7 @@ class _Routes:
         max_s = self._max_s(request)
         work = await prepare(await self._body(request), request.state.request_id, request.state.caller)
         if not work.stream:
-            body = await unless_left(self._service.complete(work), request.receive, max_s=max_s)
+            body = await unless_disconnected(self._service.complete(work), request.receive, max_s=max_s)
             return Response(body, media_type="application/json")
         return EventStream(
             self._service.stream(work),

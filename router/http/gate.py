@@ -16,7 +16,7 @@ from typing import Any
 
 from router.api.auth import ApiKeys, Caller
 from router.api.errors import ApiError, internal_error, invalid
-from router.api.json_body import ClientLeft
+from router.api.json_body import ClientDisconnected
 from router.settings import RouterSettings
 from router.telemetry.metrics import CLIENT_ERRORS, DISCONNECTS, SERVER_ERRORS, RouterMetrics
 
@@ -71,10 +71,10 @@ class Gate:
         if is_head:  # as GET, without the body
             scope = {**scope, "method": "GET"}
         extra: RawHeaders = [(b"x-request-id", shown_id), *self._cors(headers)]
-        has_started = has_left = False
+        has_started = is_disconnected = False
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal has_started, has_left
+            nonlocal has_started, is_disconnected
             if message["type"] == "http.response.start":
                 has_started = True
                 message["headers"] = [*message.get("headers", ()), *extra]
@@ -83,8 +83,8 @@ class Gate:
             try:
                 await send(message)
             except (OSError, RuntimeError) as error:  # a lost connection: ASGI's exception, and uvloop's
-                has_left = True
-                raise ClientLeft from error
+                is_disconnected = True
+                raise ClientDisconnected from error
 
         try:
             _check_headers(headers, self._settings.max_header_bytes)
@@ -102,12 +102,12 @@ class Gate:
         except asyncio.CancelledError:  # what Serve does with a request whose client has left
             self._metrics.count(DISCONNECTS)
             raise
-        except ClientLeft:
+        except ClientDisconnected:
             self._metrics.count(DISCONNECTS)
             if not has_started:
                 await _respond(send_with_headers, _CLIENT_CLOSED_STATUS, b"", [])
         except Exception:
-            if has_left:
+            if is_disconnected:
                 self._metrics.count(DISCONNECTS)
                 return
             _log.exception("request %s (x-request-id %s) failed", request_id, shown_id.decode("ascii"))
@@ -193,6 +193,6 @@ async def _refuse_websocket(scope: Scope, send: Send) -> None:
 async def _respond(send: Send, status: int, body: bytes, headers: RawHeaders) -> None:
     length = (b"content-length", str(len(body)).encode("ascii"))
     start_headers = headers if status == 204 else [*headers, length]
-    with suppress(ClientLeft):
+    with suppress(ClientDisconnected):
         await send({"type": "http.response.start", "status": status, "headers": start_headers})
         await send({"type": "http.response.body", "body": body})

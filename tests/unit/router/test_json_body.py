@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.api.errors import ApiError
-from router.api.json_body import ClientLeft, parse_object, read_body
+from router.api.json_body import ClientDisconnected, parse_object, read_body
 
 
 def parse(raw: bytes, *, max_depth: int = 64, max_keys: int = 1000) -> dict[str, Any]:
@@ -148,5 +148,5 @@ def test_charset_utf8_is_fine() -> None:
 
 
 def test_client_leaves_while_sending() -> None:
-    with pytest.raises(ClientLeft):
+    with pytest.raises(ClientDisconnected):
         read([part(b"1", True), {"type": "http.disconnect"}])

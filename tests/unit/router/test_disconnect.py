@@ -11,8 +11,8 @@ import pytest
 from starlette.responses import Response
 
 from router.api.errors import ApiError
-from router.api.json_body import ClientLeft
-from router.http.leaving import EventStream, StreamLimits
+from router.api.json_body import ClientDisconnected
+from router.http.disconnect import EventStream, StreamLimits
 from router.serving.answers import KEEP_ALIVE
 
 
@@ -69,7 +69,7 @@ def run(client: Client, events: Events, **limits: float) -> None:
     )
     try:
         asyncio.run(asyncio.wait_for(stream({"type": "http"}, client.receive, client.send), 10))
-    except ClientLeft:
+    except ClientDisconnected:
         client.num_left += 1
     assert events.is_closed
 

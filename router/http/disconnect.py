@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.errors import ApiError, internal_error
-from router.api.json_body import ClientLeft
+from router.api.json_body import ClientDisconnected
 from router.serving.answers import KEEP_ALIVE, error_event
 from router.tasks import end_tasks
 
@@ -30,17 +30,17 @@ _EVENT_STREAM_HEADERS = [
 ]
 
 
-async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive, *, max_s: float) -> Result:
-    """The work's result or exception. Raises ClientLeft, with the work cancelled, when the client goes, and
-    ApiError 504 after `max_s`."""
+async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive, *, max_s: float) -> Result:
+    """The work's result or exception. The work is cancelled, and ClientDisconnected raised, when the client
+    goes; ApiError 504 after `max_s`."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_left(receive))
+    gone = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, gone), timeout=max_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if gone.done():
-            raise ClientLeft
+            raise ClientDisconnected
         raise _too_late(max_s)
     finally:
         await end_tasks(task, gone)
@@ -83,20 +83,20 @@ class EventStream(Response):
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises ClientLeft."""
+        """ASGI. Raises ClientDisconnected."""
         wire = _Wire(send, self._clock, self._limits.send_s)
         producer = asyncio.create_task(self._produce(wire))
-        gone = asyncio.create_task(_left(receive))
+        gone = asyncio.create_task(_disconnected(receive))
         try:
             await self._watch(wire, producer, gone)
-        except ClientLeft:
+        except ClientDisconnected:
             raise
         except Exception as error:
             await end_tasks(producer)  # nothing more may be sent beside the error
             shown = error if isinstance(error, ApiError) else internal_error()
             if wire.has_started:
                 self._on_error(shown)
-                with suppress(ClientLeft):
+                with suppress(ClientDisconnected):
                     await wire.send_in_time(error_event(shown.body()), more=False)
             elif shown is error:
                 await self._refuse(shown)(scope, receive, send)
@@ -106,7 +106,7 @@ class EventStream(Response):
             await end_tasks(producer, gone)
 
     async def _watch(self, wire: _Wire, producer: asyncio.Task[None], gone: asyncio.Task[None]) -> None:
-        """Until the producer is done. Raises its exception, ClientLeft, or ApiError 504."""
+        """Until the producer is done. Raises its exception, ClientDisconnected, or ApiError 504."""
         deadline = self._clock() + self._limits.max_s
         tick_s = self._limits.keep_alive_s / 2
         while True:
@@ -115,7 +115,7 @@ class EventStream(Response):
             if producer.done():
                 return producer.result()
             if gone.done() or wire.is_stuck():
-                raise ClientLeft
+                raise ClientDisconnected
             if self._clock() >= deadline:
                 raise _too_late(self._limits.max_s)
             await wire.keep_alive(tick_s)
@@ -152,15 +152,15 @@ class _Wire:
             self._last_at = self._clock()
 
     async def send_in_time(self, event: bytes, *, more: bool = True) -> None:
-        """As `send`, for who watches and is not watched. Raises ClientLeft."""
+        """As `send`, for who watches and is not watched. Raises ClientDisconnected."""
         try:
             async with asyncio.timeout(self._send_s):
                 await self.send(event, more=more)
         except TimeoutError:
-            raise ClientLeft from None
+            raise ClientDisconnected from None
 
     async def keep_alive(self, idle_s: float) -> None:
-        """Sends a comment when nothing has been sent for `idle_s`. Raises ClientLeft."""
+        """Sends a comment when nothing has been sent for `idle_s`. Raises ClientDisconnected."""
         if not self._sending.locked() and self._clock() - self._last_at >= idle_s:
             await self.send_in_time(KEEP_ALIVE)
 
@@ -169,7 +169,7 @@ class _Wire:
         return self._sending.locked() and self._clock() - self._last_at > self._send_s
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Returns when the client has closed its side."""
     while (await receive())["type"] != "http.disconnect":
         pass
