@@ -21,7 +21,7 @@ from ray.serve import Application
 from cluster import embedded
 from cluster.config import EMBEDDED_MODEL, TandemConfig, parse_config
 from cluster.config_tree import PoolConfig
-from cluster.model_check import key_problems, open_model
+from cluster.file_checks import key_problems, open_model
 from cluster.problems import ConfigError, Problem
 from router.deployment import Router, RouterStart
 from workers.config import ModelConfig

@@ -33,10 +33,10 @@ def pool_problems(config: TandemConfig) -> Iterable[Problem]:
             yield from _misfits(*first, name, pool)
     if "prefill" in pools:
         for name, pool in pools.items():
-            yield from _lonely(name, pool)
+            yield from _prefill_needs(name, pool)
 
 
-def _lonely(name: str, pool: PoolConfig) -> Iterable[Problem]:
+def _prefill_needs(name: str, pool: PoolConfig) -> Iterable[Problem]:
     """What keeps a pool from reading the blocks of others, which it is there for beside a prefill pool."""
     for key, is_on, message in (
         ("cache.prefix_reuse", pool.cache.prefix_reuse, "groups find each other's blocks by prefix reuse"),

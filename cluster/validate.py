@@ -18,7 +18,7 @@ from typing import Any
 from cluster.config import apply_overrides, check_config
 from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
 from cluster.embedded import EmbeddedModelError, canonical_path, model_folder
-from cluster.model_check import key_problems, open_model
+from cluster.file_checks import key_problems, open_model
 from cluster.pools import deployment_problems
 from cluster.problems import ConfigError, Problem
 from cluster.serve_api import ingress_url

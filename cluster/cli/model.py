@@ -30,7 +30,7 @@ app = typer.Typer(help="The embedded model and model folders.", no_args_is_help=
 @app.command()
 def fetch(context: typer.Context, as_json: JsonOption = False) -> None:
     """Convert the embedded model into the cache, or check the hashes of what is there."""
-    terminal = Terminal(as_json=as_json, news_to_stderr=as_json)
+    terminal = Terminal(as_json=as_json, progress_to_stderr=as_json)
     with terminal.exit_codes():
         folder = _ensured(terminal, services_of(context))
         if as_json:
@@ -42,7 +42,7 @@ def fetch(context: typer.Context, as_json: JsonOption = False) -> None:
 @app.command()
 def path(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: JsonOption = False) -> None:
     """Print the folder of a model, and nothing else; the embedded one is converted first when needed."""
-    terminal = Terminal(as_json=as_json, news_to_stderr=True)
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes():
         folder = _folder(terminal, services_of(context), name)
         if as_json:
@@ -54,7 +54,7 @@ def path(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: Jso
 @app.command()
 def inspect(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: JsonOption = False) -> None:
     """Show what a model folder holds, and in how many ranks it can be split. Reads headers only."""
-    terminal = Terminal(as_json=as_json, news_to_stderr=True)
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes():
         folder = _folder(terminal, services_of(context), name)
         try:

@@ -44,20 +44,20 @@ class CommandFailed(RuntimeError):
 class Terminal:
     """Output of one command. `as_json`: one JSON object a line on standard output, nothing else there."""
 
-    def __init__(self, *, as_json: bool = False, news_to_stderr: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, progress_to_stderr: bool = False) -> None:
         self.as_json = as_json
-        self._news_to_stderr = news_to_stderr
+        self._progress_to_stderr = progress_to_stderr
         self.out = _console()
-        # Where news of a command goes whose standard output is a result.
-        self.news = _console(stderr=news_to_stderr)
+        # Of a command whose standard output is a result, progress goes to standard error.
+        self.progress = _console(stderr=progress_to_stderr)
 
     def emit(self, **values: Any) -> None:
         """One JSON line on standard output; flushed, so that a reader sees it at once."""
         typer.echo(json.dumps(values, ensure_ascii=False))
 
-    def emit_news(self, **values: Any) -> None:
-        """One JSON line of progress, where news go."""
-        typer.echo(json.dumps(values, ensure_ascii=False), err=self._news_to_stderr)
+    def emit_progress(self, **values: Any) -> None:
+        """One JSON line of progress, on the stream of progress."""
+        typer.echo(json.dumps(values, ensure_ascii=False), err=self._progress_to_stderr)
 
     def say(self, text: str = "", *, style: str = "") -> None:
         """A line for people; dropped when programs read."""
@@ -133,7 +133,7 @@ class Phases:
         return self._clock() - self._began
 
     def __enter__(self) -> Phases:
-        console = self._terminal.news
+        console = self._terminal.progress
         if console.is_terminal and not self._terminal.as_json:
             self._status = console.status(_Elapsed(self), spinner="dots")
             self._status.start()
@@ -171,9 +171,9 @@ class Phases:
     def _line(self, text: str) -> None:
         self._last_line = self._clock()
         if self._terminal.as_json:
-            self._terminal.emit_news(event="phase", elapsed_s=round(self.elapsed_s, 2), message=text)
+            self._terminal.emit_progress(event="phase", elapsed_s=round(self.elapsed_s, 2), message=text)
         else:
-            self._terminal.news.print(Text(f"{self.elapsed_s:6.1f} s  ", style="dim") + Text(text))
+            self._terminal.progress.print(Text(f"{self.elapsed_s:6.1f} s  ", style="dim") + Text(text))
 
     def _run(self) -> None:
         while not self._ended.wait(0.1):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import parse_config
-from cluster.model_check import key_problems, open_model
+from cluster.file_checks import key_problems, open_model
 from cluster.problems import Problem
 from workers.model.checkpoint import Checkpoint
 
