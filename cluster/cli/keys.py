@@ -15,7 +15,9 @@ def key_headers(file: str | None) -> dict[str, str]:
     if not file:
         return {}
     try:
-        key = read_api_keys(file)[0].decode()
+        key = read_api_keys(file)[0]
     except ValueError as error:
-        raise CommandFailed(f"no API key can be read from {file}: {error}") from error
-    return {"authorization": f"Bearer {key}"}
+        raise CommandFailed(str(error)) from error
+    if not key.isascii():
+        raise CommandFailed(f"{file}: the first key is not ASCII, and commands send no other; put one first")
+    return {"authorization": f"Bearer {key.decode('ascii')}"}

@@ -312,8 +312,8 @@ def test_a_killed_decode_group_ends_its_requests_aloud(server: Serving, unified:
         for line in stream.iter_lines():
             if line.startswith("data: "):
                 lines.append(line.removeprefix("data: "))
-            if len(lines) == 5:
-                os.kill(pid, signal.SIGKILL)
+                if len(lines) == 5:
+                    os.kill(pid, signal.SIGKILL)
     assert "[DONE]" not in lines
     assert json.loads(lines[-1])["error"]["message"]
 

@@ -73,13 +73,22 @@ def test_pickle_only_is_refused(world: World, tmp_path: Path) -> None:
 
 
 def test_validate_says_what_would_run(world: World, tiny_model: Path) -> None:
-    done = world.run("validate", world.file(), "--set", f"model.path={tiny_model}")
+    file = world.file()
+    done = world.run("validate", file, "--set", f"model.path={tiny_model}")
     assert (done.exit_code, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].endswith("deployment.yaml: valid")
     assert lines[1] == f"  application  tandem at {world.server.url}"
     assert "context 128" in lines[2]
     assert lines[3] == "  pool         unified: 2 group(s) of 1 rank(s)"
+    done = world.run("validate", file, "--set", f"model.path={tiny_model}", "--json")
+    assert json.loads(done.stdout) == {
+        "valid": True,
+        "file": file,
+        "application": "tandem",
+        "url": world.server.url,
+        "pools": {"unified": {"groups": 2, "tensor_parallel": 1}},
+    }
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,13 @@ def test_chat_and_status_take_a_file_of_keys(world: World, keys_file: Path) -> N
     done = world.run(*asked, "--api-keys-file", str(keys_file), input="hi")
     assert (done.exit_code, done.stdout) == (0, "Paris. Yes\n")
     missing = world.run(*asked, "--api-keys-file", str(keys_file) + "x", input="hi")
-    assert missing.exit_code == 1 and "no API key can be read from" in missing.stderr
+    assert (missing.exit_code, missing.stderr) == (
+        1, f"error: API key file {keys_file}x cannot be read: No such file or directory\n")  # fmt: skip
     keys_file.chmod(0o644)
     assert "other users may use it" in world.run(*asked, "--api-keys-file", str(keys_file), input="hi").stderr
+    keys_file.chmod(0o600)
+    keys_file.write_text("schlüssel\nsk-another\n")
+    assert "is not ASCII" in world.run(*asked, "--api-keys-file", str(keys_file), input="hi").stderr
 
 
 def test_a_service_under_a_prefix_is_asked_there(world: World) -> None:

@@ -259,13 +259,3 @@ def test_a_note_of_another_process_with_the_same_id_counts_as_absent(world: Worl
     assert world.note.read() is None
     file.write_text("[]")
     assert world.note.read() is None
-
-
-def test_the_shipped_files_are_valid(world: World) -> None:
-    folder = Path(__file__).parents[3] / "deploy"
-    files = sorted(folder.glob("local*.yaml"))
-    assert "local.yaml" in [file.name for file in files]
-    for file in files:
-        done = world.run("validate", str(file), "--json")
-        assert done.exit_code == 0, done.stdout
-        assert json.loads(done.stdout)["valid"] is True
