@@ -24,7 +24,7 @@ from router.text.tokenizer import TextTokenizer
 from tests.cases.serving import COMPLETIONS, MODEL, LocalDispatcher, endless_letters, running_engine
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
-from tests.unit.router.test_metrics import samples
+from tests.unit.router.scrapes import samples
 from workers.types import GenerateRequest, TokenChunk
 
 NUM_PROMPT_TOKENS = 3

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cases.serving import COMPLETIONS, Serving, endless_letters, serving
 from tests.unit.router.client import server, wait_until
-from tests.unit.router.test_metrics import only
+from tests.unit.router.scrapes import only
 
 LONG = {"prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
 

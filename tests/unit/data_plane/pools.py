@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tests.unit.data_plane.fakes import BLOCK_SIZE, Cluster, FakeEngine, FakeGroup, expected_tokens, info
+from router.routing.policy import PlacementPolicy, PolicyConfig
+from tests.unit.data_plane.fakes import (
+    BLOCK_SIZE,
+    Cluster,
+    FakeEngine,
+    FakeGroup,
+    expected_tokens,
+    info,
+    with_cluster,
+)
 from workers.engine.loop import StepOutput
 from workers.hashing import BlockHash, block_hashes
 from workers.types import (
@@ -18,6 +29,8 @@ from workers.types import (
     TokenChunk,
 )
 
+LONG = tuple(range(1000, 1400))  # a hundred blocks, of which 99 can be read
+ROUND_ROBIN = PolicyConfig(policy=PlacementPolicy.ROUND_ROBIN)
 _HEARD_AFTER_S = 0.01  # the router has heard before
 
 
@@ -178,3 +191,12 @@ class Pools:
         engine.is_paused = True
         engine.jobs.clear()
         engine.step(failure="killed")
+
+
+def with_pools(test: Callable[[Pools], Coroutine[Any, Any, None]]) -> None:
+    """Runs a test over pools without groups yet."""
+
+    async def body(groups: Cluster) -> None:
+        await test(Pools(groups, {}))
+
+    with_cluster(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tests.unit.data_plane.test_directory import FakeClock
+from tests.unit.directory.entries import FakeClock
 from workers.directory.groups import GroupDirectory
 from workers.directory.snapshots import HeldSnapshot, Snapshot
 

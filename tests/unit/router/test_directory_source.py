@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.directory_source import KnownGroups
-from tests.unit.data_plane.test_directory import FakeClock, make_entry
+from tests.unit.directory.entries import FakeClock, make_entry
 from workers.directory.groups import LEASE_S, GroupEntry, GroupListing, GroupPhase
 
 

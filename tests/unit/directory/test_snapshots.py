@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.data_plane.test_directory import FakeClock
+from tests.unit.directory.entries import FakeClock
 from workers.directory.snapshots import RETAIN_S, HeldSnapshot, Snapshot, SnapshotTable
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission import Admission
 from router.api.errors import ApiError
@@ -17,22 +16,9 @@ from router.telemetry.exposition import cumulative
 from router.telemetry.metrics import HistogramCell, RouterMetrics
 from tests.unit.router.client import COMPLETIONS, call, until
 from tests.unit.router.fakes import INFO, READY, FakeDispatcher, says, stack
+from tests.unit.router.scrapes import only, samples
 from workers.directory.snapshots import RETAIN_S
 from workers.types import GroupId, GroupStats
-
-
-def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def only(text: str, name: str, **labels: str) -> float:
-    """The value of a series; groups' series carry no replica."""
-    wanted = {"model": "toy", **({} if "group" in labels else {"replica": "router"}), **labels}
-    return samples(text)[(f"tandem_{name}", tuple(sorted(wanted.items())))]
 
 
 def test_counts_add_up() -> None:

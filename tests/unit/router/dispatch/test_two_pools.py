@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from router.dispatch.dispatcher import SocketDispatcher
 from router.dispatch.interface import PairState, Unavailable
-from router.routing.policy import PlacementPolicy, PolicyConfig
+from router.routing.policy import PolicyConfig
 from router.serving.explain import explanation
 from tests.unit.data_plane.fakes import (
-    Cluster,
     collect,
     expected_tokens,
     request,
     tokens,
     until,
-    with_cluster,
 )
-from tests.unit.data_plane.pools import Pools
+from tests.unit.data_plane.pools import LONG, ROUND_ROBIN, Pools, with_pools
 from workers.types import RequestId, SamplingParams
-
-LONG = tuple(range(1000, 1400))  # a hundred blocks, of which 99 can be read
-ROUND_ROBIN = PolicyConfig(policy=PlacementPolicy.ROUND_ROBIN)
-
-
-def with_pools(test: Callable[[Pools], Coroutine[Any, Any, None]]) -> None:
-    async def body(groups: Cluster) -> None:
-        await test(Pools(groups, {}))
-
-    with_cluster(body)
 
 
 async def steady_router(pools: Pools, policy: PolicyConfig | None = None) -> SocketDispatcher:

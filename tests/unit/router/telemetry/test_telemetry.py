@@ -26,7 +26,7 @@ from router.telemetry.telemetry import Telemetry
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
 from tests.unit.router.fakes import INFO, MODEL, FakeDispatcher, byte_tokenizer, stack
-from tests.unit.router.test_metrics import only, samples
+from tests.unit.router.scrapes import only, samples
 from workers.directory.snapshots import RETAIN_S, Snapshot
 from workers.types import GroupStats
 

@@ -18,8 +18,7 @@ from tests.unit.data_plane.fakes import (
     tokens,
     until,
 )
-from tests.unit.data_plane.pools import PooledEngine, Pools
-from tests.unit.data_plane.test_two_pools import LONG, ROUND_ROBIN, with_pools
+from tests.unit.data_plane.pools import LONG, ROUND_ROBIN, PooledEngine, Pools, with_pools
 from workers.engine.loop import StepOutput
 from workers.types import (
     FinishReason,

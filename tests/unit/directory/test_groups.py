@@ -4,26 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from workers.directory.groups import GroupDirectory, GroupEntry, GroupPhase
-from workers.types import GroupId, Role
-
-
-class FakeClock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make_entry(
-    name: str = "unified-a", *, epoch: int = 1, phase: GroupPhase = GroupPhase.READY
-) -> GroupEntry:
-    return GroupEntry(
-        group_id=GroupId(name), replica_id="a", pool="unified", role=Role.UNIFIED, epoch=epoch, phase=phase
-    )
+from tests.unit.directory.entries import FakeClock, make_entry
+from workers.directory.groups import GroupDirectory, GroupPhase
+from workers.types import GroupId
 
 
 def make_directory() -> tuple[GroupDirectory, FakeClock]:
