@@ -38,7 +38,7 @@ serve: install  ## serve the embedded model on http://127.0.0.1:8000 (Ctrl-C sto
 	@$(BIN)/tandem serve
 
 .PHONY: test
-test: install  ## all tests, a few minutes
+test: install  ## all tests, about a quarter of an hour on two cores
 	$(TEST) tests/unit tests/models tests/cases
 	$(TEST) tests/integration
 

@@ -19,8 +19,8 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray.serve import Application
 
 from cluster import embedded
-from cluster.config import EMBEDDED_MODEL, TandemConfig, parse_config
-from cluster.config_tree import PoolConfig
+from cluster.config import parse_config
+from cluster.config_tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
 from cluster.file_checks import key_problems, open_model
 from cluster.problems import ConfigError, Problem
 from router.deployment import Router, RouterStart

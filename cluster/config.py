@@ -13,13 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cluster.config_tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
+from cluster.config_tree import EMBEDDED_MODEL, TandemConfig
 from cluster.leaves import children, leaf_problems, pattern_of
 from cluster.pools import pool_problems
 from cluster.problems import ConfigError, Problem, join, unknown_key
 from cluster.yaml_tree import read_yaml
-
-__all__ = ["EMBEDDED_MODEL", "PoolConfig", "TandemConfig", "apply_overrides", "check_config", "parse_config"]
 
 # Keys that look right but are written elsewhere, or that Tandem fills in.
 _ELSEWHERE = {

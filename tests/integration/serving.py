@@ -15,6 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import apply_overrides
+from cluster.directory_probe import read_entries
 from cluster.launch import LocalCluster, deploy, wait_ready
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -70,6 +71,17 @@ class Serving:
         """What the router says of its groups."""
         groups: list[dict[str, Any]] = self.get("/load").json()["groups"]
         return groups
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs or waits in any group, and no request holds a block."""
+        counts = ("running", "waiting", "active_blocks")
+        groups = self.groups()
+        return bool(groups) and all(group[count] == 0 for group in groups for count in counts)
+
+    def rank_pids(self, group_id: str) -> tuple[int, ...]:
+        """Process ids of a group's ranks, in order."""
+        entries = read_entries(self.cluster.gcs_address, [APPLICATION])
+        return next(entry.rank_pids for entry in entries if entry.group_id == group_id)
 
 
 def config_of(file: str, port: int, settings: list[str], **replicas: int) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from cluster.directory_probe import read_entries
 from cluster.launch import LocalCluster
 from tests.cases import serving as one_process
-from tests.integration.serving import APPLICATION, Serving, serving, wait_for
+from tests.integration.serving import Serving, serving, wait_for
 from tests.models import checkpoints
 from tests.models.toy_tokenizers import byte_tokenizer
 
@@ -84,11 +83,9 @@ def ready(server: Serving) -> dict[str, dict[str, Any]]:
     return {group["role"]: group for group in server.groups() if group["ready"]}
 
 
-def idle(server: Serving) -> dict[str, dict[str, Any]]:
-    """The groups, when nothing runs or waits and no block is held; empty otherwise."""
-    groups = ready(server)
-    counts = (group[name] for group in groups.values() for name in ("running", "waiting", "active_blocks"))
-    return groups if len(groups) == 2 and not any(counts) else {}
+def is_idle(server: Serving) -> bool:
+    """Whether both groups are there and hold nothing."""
+    return len(ready(server)) == 2 and server.is_idle()
 
 
 def prompt(seed: str, num_tokens: int) -> list[int]:
@@ -136,13 +133,6 @@ def group_counts(server: Serving, role: str) -> dict[str, float]:
             name = line.partition("{")[0].removeprefix("tandem_").removesuffix("_total")
             counts[name] = counts.get(name, 0.0) + float(line.rpartition(" ")[2])
     return counts
-
-
-def rank_pids(server: Serving, role: str) -> tuple[int, ...]:
-    group_id = ready(server)[role]["group"]
-    entries = read_entries(server.cluster.gcs_address, [APPLICATION])
-    (entry,) = [entry for entry in entries if entry.group_id == group_id]
-    return entry.rank_pids
 
 
 def read_tokens(server: Serving) -> float:
@@ -225,7 +215,7 @@ def test_many_at_once_are_answered_alike(server: Serving, unified: one_process.S
     for body, answer in zip(bodies, answers, strict=True):
         assert answer["choices"] == unified.whole(COMPLETIONS, body)["choices"]
     wait_for(lambda: read_tokens(server) > before, 5.0, "nothing was read")
-    wait_for(lambda: idle(server), IDLE_S, "blocks are held for nobody")
+    wait_for(lambda: is_idle(server), IDLE_S, "blocks are held for nobody")
 
 
 def test_clients_that_leave_strand_no_block(server: Serving, unified: one_process.Serving) -> None:
@@ -238,8 +228,8 @@ def test_clients_that_leave_strand_no_block(server: Serving, unified: one_proces
         for gone in [pool.submit(leave, server, *each) for each in zip(bodies, moments, strict=True)]:
             gone.result()
         assert_same(undisturbed.result(), unified.whole(COMPLETIONS, neighbour))
-    groups = wait_for(lambda: idle(server), IDLE_S, "blocks are held for clients that left")
-    for group in groups.values():
+    wait_for(lambda: is_idle(server), IDLE_S, "blocks are held for clients that left")
+    for group in ready(server).values():
         assert group["free_blocks"] + group["cached_blocks"] == NUM_BLOCKS
     wait_for(lambda: exchanged_now(server) == 0, IDLE_S, "a lease or a transfer is left")
     big = COMMON | {"prompt": prompt("big", BIG_PROMPT), "temperature": 0}
@@ -276,7 +266,7 @@ def exchanged_now(server: Serving) -> float:
 def test_a_killed_prefill_group_costs_no_answer(server: Serving, unified: one_process.Serving) -> None:
     bodies = [COMMON | {"prompt": prompt(f"killed {i}", 1000), "temperature": 0} for i in range(7)]
     lost = ready(server)["prefill"]["group"]
-    (pid,) = rank_pids(server, "prefill")
+    (pid,) = server.rank_pids(lost)
     redirected = server.counts()["tandem_kv_redirects_total none"]
     with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
         early = [pool.submit(ask, server, body) for body in bodies[:3]]
@@ -300,12 +290,12 @@ def test_a_killed_prefill_group_costs_no_answer(server: Serving, unified: one_pr
     wait_for(is_rebuilt, REBUILD_S, "the prefill group was not rebuilt")
     before = read_tokens(server)
     assert_is_read(server, unified, "rebuilt prefill", before)
-    wait_for(lambda: idle(server), IDLE_S, "blocks are held for nobody")
+    wait_for(lambda: is_idle(server), IDLE_S, "blocks are held for nobody")
 
 
 def test_a_killed_decode_group_ends_its_requests_aloud(server: Serving, unified: one_process.Serving) -> None:
     lost = ready(server)["decode"]["group"]
-    (pid,) = rank_pids(server, "decode")
+    (pid,) = server.rank_pids(lost)
     body = COMMON | {"prompt": prompt("cut short", 800), "max_tokens": 3000, "stream": True}
     lines: list[str] = []
     with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30.0, trust_env=False) as stream:
@@ -323,7 +313,7 @@ def test_a_killed_decode_group_ends_its_requests_aloud(server: Serving, unified:
 
     wait_for(is_rebuilt, REBUILD_S, "the decode group was not rebuilt")
     assert_is_read(server, unified, "rebuilt decode", 0)
-    wait_for(lambda: idle(server), IDLE_S, "blocks are held for nobody")
+    wait_for(lambda: is_idle(server), IDLE_S, "blocks are held for nobody")
 
 
 def assert_is_read(server: Serving, unified: one_process.Serving, name: str, before: float) -> None:

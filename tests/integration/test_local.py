@@ -157,11 +157,7 @@ def test_a_client_that_leaves_is_forgotten_at_once(server: Serving, num_choices:
             future.result()
     left = time.monotonic()
 
-    def is_idle() -> bool:
-        (group,) = server.groups()
-        return group["running"] == 0 and group["waiting"] == 0 and group["active_blocks"] == 0
-
-    wait_for(is_idle, 5.0, "the engine still works for clients that left")
+    wait_for(server.is_idle, 5.0, "the engine still works for clients that left")
     assert time.monotonic() - left < 5.0
     wait_for(
         lambda: server.counts()[counter] >= num_left + 5,

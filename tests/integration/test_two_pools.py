@@ -14,9 +14,8 @@ import httpx
 import pytest
 
 from cluster import embedded
-from cluster.directory_probe import read_entries
 from cluster.launch import LocalCluster
-from tests.integration.serving import APPLICATION, Serving, serving, wait_for
+from tests.integration.serving import Serving, serving, wait_for
 from tests.models.oracle import Oracle
 from workers.types import Role
 
@@ -51,11 +50,6 @@ def group(server: Serving, role: Role) -> dict[str, Any]:
     return found
 
 
-def is_idle(server: Serving) -> bool:
-    keys = ("running", "waiting", "active_blocks")
-    return all(group[key] == 0 for group in server.groups() for key in keys)
-
-
 def prompt_of(seed: int, length: int) -> list[int]:
     return [1000 + (seed * 7919 + i * 31) % 20_000 for i in range(length)]
 
@@ -79,8 +73,7 @@ def test_a_prefill_group_that_is_killed_costs_time_and_no_answer(server: Serving
     prompt = prompt_of(9, 900)
     expected = oracle.greedy(prompt, 8)
     victim = group(server, Role.PREFILL)
-    entries = read_entries(server.cluster.gcs_address, [APPLICATION])
-    (pid,) = next(entry.rank_pids for entry in entries if entry.group_id == victim["group"])
+    (pid,) = server.rank_pids(victim["group"])
     with ThreadPoolExecutor(1) as pool:
         answering = pool.submit(server.post, "/v1/completions", body_of(server, prompt))
         wait_for(lambda: group(server, Role.PREFILL)["running"] == 1, 10.0, "the prompt is not computed")
@@ -91,7 +84,7 @@ def test_a_prefill_group_that_is_killed_costs_time_and_no_answer(server: Serving
     assert (shown["fetch"]["source"], shown["num_attempts"]) == (None, 1)
     assert shown["fetch"]["prefills"] == [{"group": victim["group"], "outcome": "failed"}]
     wait_for(lambda: server.get("/ready").status_code == 200, REBUILD_S, "the group was not rebuilt")
-    wait_for(lambda: is_idle(server), 10.0, "blocks are held")
+    wait_for(server.is_idle, 10.0, "blocks are held")
     answer = server.post("/v1/completions", body_of(server, prompt_of(10, 200))).json()
     assert answer["choices"][0]["token_ids"] == oracle.greedy(prompt_of(10, 200), 8)
 
@@ -113,7 +106,7 @@ def test_clients_that_leave_during_the_hand_over_leave_nothing_behind(server: Se
                 await asyncio.gather(*(leave(client, number) for number in range(start, start + 10)))
 
     asyncio.run(leave_all())
-    wait_for(lambda: is_idle(server), 20.0, "blocks are held")
+    wait_for(server.is_idle, 20.0, "blocks are held")
     big = server.post("/v1/completions", body_of(server, prompt_of(7, 1000)))
     assert big.status_code == 200, big.text
-    wait_for(lambda: is_idle(server), 10.0, "blocks are held")
+    wait_for(server.is_idle, 10.0, "blocks are held")

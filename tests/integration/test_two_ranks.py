@@ -44,7 +44,9 @@ def test_a_killed_rank_ends_its_requests_aloud_and_is_replaced(server: Serving, 
     mark = server.cluster.mark
     ranks = processes(mark, RANK)
     assert len(ranks) == 2
-    pid = _rank_pids(ranks)[victim]
+    (group,) = [group for group in server.groups() if group["ready"]]
+    pid = server.rank_pids(group["group"])[victim]
+    assert pid in ranks
     body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
     lines = []
     killed = 0.0
@@ -69,13 +71,4 @@ def test_a_killed_rank_ends_its_requests_aloud_and_is_replaced(server: Serving, 
     answer = server.post("/v1/completions", {"model": server.model, "prompt": "Hello", "max_tokens": 4})
     assert answer.status_code == 200
 
-    def is_idle() -> bool:
-        (group,) = [group for group in server.groups() if group["ready"]]
-        return (group["running"], group["waiting"], group["active_blocks"]) == (0, 0, 0)
-
-    wait_for(is_idle, 5.0, "the new group holds something")  # its load is told some milliseconds late
-
-
-def _rank_pids(pids: list[int]) -> list[int]:
-    """Ids of the processes of rank 0 and rank 1: rank 0 listens for routers and so has more sockets."""
-    return sorted(pids, key=lambda pid: -len(os.listdir(f"/proc/{pid}/fd")))
+    wait_for(server.is_idle, 5.0, "the new group holds something")  # its load is told some milliseconds late
