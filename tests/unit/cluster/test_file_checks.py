@@ -126,7 +126,7 @@ def test_a_pool_holds_the_longest_request_that_the_model_can(folder: Path) -> No
     assert problems_of(folder, num_blocks=8, block_size=16) == []
 
 
-def test_the_hash_of_a_model_is_as_before(folder: Path, tiny_model: Path) -> None:
+def test_the_hash_of_a_model_does_not_depend_on_its_folder(folder: Path, tiny_model: Path) -> None:
     assert Checkpoint(folder).model_hash() == Checkpoint(tiny_model).model_hash()
 
 

@@ -217,7 +217,6 @@ def test_serve_keeps_its_files_in_the_folder_of_the_cluster(tmp_path: Path) -> N
     switches = file_switches(Path("/tmp/tandem-ray-abcdefgh"))
     assert switches["RAY_SERVE_HAPROXY_SOCKET_PATH"] == "/tmp/tandem-ray-abcdefgh/h/admin.sock"
     assert all(path.startswith("/tmp/tandem-ray-abcdefgh/h") for path in switches.values())
-    assert set(switches.values()).isdisjoint({"", "/tmp"})
     assert all(name in vars(serve_constants) for name in switches)
     assert file_switches(Path("/tmp/a-folder-with-a-name-too-long-for-a-socket")) == {}
 

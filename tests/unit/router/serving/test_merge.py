@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 import pytest
 
-from router.dispatch.interface import Decision, GroupState
 from router.serving.merge import merged
 from workers.types import GenerateRequest, RequestId, SamplingParams, TokenChunk
 
@@ -32,12 +31,6 @@ class Source:
                 yield TokenChunk(request_id=request.request_id, choice=0, token_ids=(number,))
         finally:
             self.num_open -= 1
-
-    def groups(self) -> Sequence[GroupState]:
-        return ()
-
-    def explain(self, request_id: RequestId) -> Decision | None:
-        return None
 
 
 def requests(count: int) -> list[GenerateRequest]:
