@@ -89,7 +89,8 @@ class Router:
         except TimeoutError:
             await self._dispatcher.stop()
             raise RuntimeError(
-                f"no group of this model was ready within {start.update_timeout_s:g} s; the old model stays"
+                f"no group of this model was ready within {start.update_timeout_s:g} s, so the old model "
+                "stays; `tandem status` says what its groups wait for"
             ) from None
         await self._telemetry.start()
 

@@ -19,5 +19,5 @@ def key_headers(file: str | None) -> dict[str, str]:
     except ValueError as error:
         raise CommandFailed(str(error)) from error
     if not key.isascii():
-        raise CommandFailed(f"{file}: the first key is not ASCII, and commands send no other; put one first")
+        raise CommandFailed(f"{file}: the first key is not ASCII; put one first that is")
     return {"authorization": f"Bearer {key.decode('ascii')}"}

@@ -57,11 +57,14 @@ class ChatClient:
                 f"nothing answers at {self.url} ({error}); start it with `tandem serve`, or give --url"
             ) from error
         if response.status_code != 200:
-            raise CommandFailed(f"{self.url}/v1/models: {_error_text(response)}")
+            remedy = "; give --api-keys-file FILE" if response.status_code == 401 else ""
+            raise CommandFailed(f"{self.url}/v1/models: {_error_text(response)}{remedy}")
         try:
             names = [str(model["id"]) for model in response.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise CommandFailed(f"what answers at {self.url} is not an OpenAI-compatible API") from error
+            raise CommandFailed(
+                f"what answers at {self.url} is not an OpenAI-compatible API; give another --url"
+            ) from error
         if not names:
             raise CommandFailed(f"{self.url} serves no model")
         return names

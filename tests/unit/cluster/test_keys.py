@@ -48,7 +48,10 @@ def test_waiting_until_ready_uses_the_key_and_says_when_it_is_refused(world: Wor
 
 def test_chat_and_status_take_a_file_of_keys(world: World, keys_file: Path) -> None:
     asked = ("chat", "--url", world.server.url)
-    assert "a key is needed" in world.run(*asked, input="hi").stderr
+    assert world.run(*asked, input="hi").stderr == (
+        f"error: {world.server.url}/v1/models: a key is needed (status 401, retry after 3 s); "
+        "give --api-keys-file FILE\n"
+    )
     done = world.run(*asked, "--api-keys-file", str(keys_file), input="hi")
     assert (done.exit_code, done.stdout) == (0, "Paris. Yes\n")
     missing = world.run(*asked, "--api-keys-file", str(keys_file) + "x", input="hi")
