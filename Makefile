@@ -10,7 +10,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
-EXTRAS := .[cluster,dev]
+EXTRAS := .[cluster,bench,dev]
 # $(call step,NAME,COMMAND): a dot every two seconds shows that it goes on; the dots end with their shell.
 step = @printf '  %s ' '$(1)'; (while sleep 2 && kill -0 $$$$ 2>/dev/null; do printf .; done) & dots=$$!; \
 	$(2) && echo ' done'; code=$$?; kill $$dots; exit $$code

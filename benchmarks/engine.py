@@ -30,10 +30,10 @@ from rich.console import Console
 from benchmarks.peers.catalogue import CATALOGUE, default_root
 from benchmarks.peers.process import PeerProcess
 from benchmarks.report import Row, print_table, record
-from benchmarks.roofs import RoofMeter
 from benchmarks.spin import SPIN_COUNT, spin_briefly
 from benchmarks.subjects import Subject, SubjectFailed, Tandem, Transformers
 from benchmarks.works import WEIGHT_FORMATS, Kind, WeightFormat, Work, limit, standard_works, sweep_works
+from cluster.bench.roofs import RoofMeter
 from cluster.embedded import ensure
 from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint

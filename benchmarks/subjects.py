@@ -11,10 +11,8 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
+from cluster.bench.engine import BenchEngine
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
-from workers.engine.engine import Engine
-from workers.runtime.rank import Leader
-from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 
@@ -49,43 +47,17 @@ class Tandem:
             schedule=ScheduleConfig(max_running=max_running),
             parallel=ParallelConfig(device="cpu", threads_per_rank=threads),
         )
-        self._leader = Leader(config)
-        facts = self._leader.load()
-        self._engine = Engine(
-            limits=facts.limits,
-            cache=config.cache,
-            schedule=config.schedule,
-            executor=self._leader.executor,
-        )
-        self._num_requests = 0
+        self._engine = BenchEngine(config)
 
     def generate(self, prompts: Prompts, new_tokens: int) -> float:
-        started = time.perf_counter()
-        for prompt in prompts:
-            self._num_requests += 1
-            self._engine.add(
-                GenerateRequest(
-                    request_id=RequestId(f"bench-{self._num_requests}"),
-                    prompt_token_ids=tuple(prompt),
-                    sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
-                )
-            )
-        tokens = 0
-        while self._engine.has_work():
-            for chunk in self._engine.step():
-                if chunk.finish_reason is FinishReason.ERROR:
-                    raise RuntimeError(f"the engine failed in a benchmark: {chunk.error}")
-                tokens += len(chunk.token_ids)
-        seconds = time.perf_counter() - started
-        assert tokens == new_tokens * len(prompts), (tokens, new_tokens, len(prompts))
-        return seconds
+        return self._engine.run(prompts, new_tokens).seconds
 
     def after_beginning(self, beginning: Sequence[int], prompt: Sequence[int]) -> float:
         self.generate([beginning], 1)
         return self.generate([prompt], 1)
 
     def close(self) -> None:
-        self._leader.close()
+        self._engine.close()
 
 
 class Transformers:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from cluster.plan.arithmetic import head_parameters, kv_bytes_per_token, layer_linear_parameters
+from cluster.plan.devices import Roofs
+from cluster.plan.roofline import Load
 from workers.model.architecture import ModelSpec
 
 DECODE_PROMPT_TOKENS = 128
 SWEEP_PROMPT_TOKENS = 512
-_KV_BYTES = 2  # of a key or value, in every format
 
 
 class Kind(Enum):
@@ -102,41 +104,19 @@ WEIGHT_FORMATS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofs:
-    """What the machine can do, measured beside the works."""
-
-    read_bytes_per_s: float
-    flop_per_s: float
-
-
 def limit(work: Work, spec: ModelSpec, weights: WeightFormat, roofs: Roofs) -> float:
-    """The best figure possible: memory read once at the read rate, or products at the matrix rate.
+    """The best figure possible, as `cluster.plan.roofline` counts it; scales of quantized weights left out.
 
-    Memory: all weights (a tied head once) and the keys and values of the context, once a step. Products: two
-    operations a weight and row; the head only for rows that are sampled; attention over the causal half.
     Attention is counted at the format's rate too, which only makes the limit higher.
     """
-    per_layer = _layer_parameters(spec)
-    body, head = per_layer * spec.num_layers, spec.hidden_size * spec.vocab_size
-    kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _KV_BYTES
-    flop_per_s = roofs.flop_per_s * weights.speedup
-    pair_flop = 4 * spec.num_heads * spec.head_dim * spec.num_layers  # of one query row and one key
+    load = Load(
+        spec=spec,
+        weight_bytes=(layer_linear_parameters(spec) + head_parameters(spec)) * weights.weight_bytes,
+        kv_bytes=kv_bytes_per_token(spec),
+        speedup=weights.speedup,
+    )
     if work.kind is Kind.DECODE:
-        context = work.prompt_tokens + work.new_tokens / 2
-        read = (body + head) * weights.weight_bytes + work.batch * context * kv_bytes
-        flop = work.batch * (2 * (body + head) + context * pair_flop)
-        return work.batch / max(read / roofs.read_bytes_per_s, flop / flop_per_s)
-    rows = work.prompt_tokens - work.cached_tokens
-    pairs = rows * (work.cached_tokens + rows / 2)
-    read = (body + head) * weights.weight_bytes + work.cached_tokens * kv_bytes
-    flop = 2 * (body * rows + head) + pairs * pair_flop
-    seconds = max(read / roofs.read_bytes_per_s, flop / flop_per_s)
+        context = work.prompt_tokens + work.new_tokens // 2
+        return work.batch / load.decode(work.batch, context).seconds(roofs)
+    seconds = load.prefill(work.prompt_tokens - work.cached_tokens, work.cached_tokens).seconds(roofs)
     return work.figure(seconds, seconds)
-
-
-def _layer_parameters(spec: ModelSpec) -> int:
-    """Weights of the linear layers of one layer."""
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    mlp = (3 if spec.gated_mlp else 2) * spec.intermediate_size
-    return spec.hidden_size * (heads + spec.num_heads * spec.head_dim + mlp)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from cluster.cli import model
+from cluster.cli import bench, model
 from cluster.cli.chat import chat
 from cluster.cli.deploy import deploy, down, validate
+from cluster.cli.plan import plan
 from cluster.cli.serve import serve
 from cluster.cli.services import Services
 from cluster.cli.status import status
@@ -20,9 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (serve, deploy, status, down, chat, validate, version):
+for command in (serve, deploy, status, down, chat, validate, plan, version):
     app.command()(command)
 app.add_typer(model.app, name="model")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

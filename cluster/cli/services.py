@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,11 @@ from typing import Any, Protocol
 import typer
 
 from cluster import embedded, launch
+from cluster.bench.child import measure
+from cluster.bench.client import ServedModel
+from cluster.bench.latency import Outcome
+from cluster.bench.load import Due, Server, run_load
+from cluster.bench.orders import Order
 from cluster.directory_probe import read_entries
 from cluster.running import RunningCluster, RunningNote, default_note
 from cluster.serve_api import ServeApi, read_token
@@ -48,6 +53,18 @@ class Launcher(Protocol):
     def stop_all(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[str]: ...
 
 
+class Measure(Protocol):
+    """`cluster.bench.child.measure`."""
+
+    def __call__(
+        self, order: Order, report: Callable[[str], None], *, timeout_s: float
+    ) -> Mapping[str, Any]: ...
+
+
+# From a server, the load for its model, and who hears of progress, to what became of the requests.
+RunLoad = Callable[[Server, Callable[[ServedModel], Iterable[Due]], Callable[[str], None]], list[Outcome]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
     """The outside world of the commands."""
@@ -56,6 +73,8 @@ class Services:
     # (Ray's address or "", applications) -> what the groups say of themselves
     entries: Callable[[str, list[str]], list[GroupEntry]] = read_entries
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure
+    measure: Measure = measure
+    run_load: RunLoad = run_load
     note: RunningNote = field(default_factory=default_note)
     locks: Path = field(default_factory=lambda: Path.home() / ".cache" / "tandem" / "run")
 

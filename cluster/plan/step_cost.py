@@ -79,29 +79,35 @@ class StepCost:
         )
 
     def prefill_seconds(
-        self, tokens: int, cached: int = 0, *, step_tokens: int = DEFAULT_STEP_TOKENS
+        self, tokens: int, cached: int = 0, *, prompts: int = 1, step_tokens: int = DEFAULT_STEP_TOKENS
     ) -> float:
-        """Of a prompt of `tokens`, its first `cached` known, alone and in chunks of `step_tokens`."""
+        """Of `prompts` alike, `tokens` long with the first `cached` known, in full steps of nothing else."""
         new = tokens - cached
         if new <= 0:
             return 0.0
-        full, rest = divmod(new, step_tokens)
+        full, rest = divmod(prompts * new, step_tokens)
         chunks = full * (self.overhead_s + self._linear_s(step_tokens))
         if rest:
             chunks += self.overhead_s + self._linear_s(rest)
-        return chunks + self.pair_s * causal_pairs(new, cached)
+        return chunks + self.pair_s * prompts * causal_pairs(new, cached)
 
     def prefill_tokens_per_s(
-        self, tokens: int, cached: int = 0, *, step_tokens: int = DEFAULT_STEP_TOKENS
+        self, tokens: int, cached: int = 0, *, prompts: int = 1, step_tokens: int = DEFAULT_STEP_TOKENS
     ) -> float:
-        """New prompt tokens a second of such prompts, one after the other."""
-        return (tokens - cached) / self.prefill_seconds(tokens, cached, step_tokens=step_tokens)
+        """New prompt tokens a second of such prompts."""
+        seconds = self.prefill_seconds(tokens, cached, prompts=prompts, step_tokens=step_tokens)
+        return prompts * (tokens - cached) / seconds
 
-    def decode_step_seconds(self, batch: int, context: float) -> float:
-        """Of a step that gives `batch` sequences, `context` tokens long each, their next token."""
-        return self.seconds(StepShape(decode_rows=batch, context_tokens=round(batch * context)))
+    def decode_step_seconds(self, batch: float, context: float) -> float:
+        """Of a step that gives `batch` sequences, `context` tokens long each, their next token. Both may be
+        means over time."""
+        return self.overhead_s + self._linear_s(batch) + self._rows_s(batch, context)
 
-    def decode_tokens_per_s(self, batch: int, context: float) -> float:
+    def added_by_rows(self, batch: float, context: float) -> float:
+        """Seconds that such decode rows add to a step that is bound by the products of a prompt's tokens."""
+        return self.token_s * batch + self._rows_s(batch, context)
+
+    def decode_tokens_per_s(self, batch: float, context: float) -> float:
         """Tokens a second of the whole batch."""
         return batch / self.decode_step_seconds(batch, context)
 
@@ -109,7 +115,10 @@ class StepCost:
         """Tokens in a step from which the products take longer than reading the weights; inf without them."""
         return self.weights_s / self.token_s if self.token_s else math.inf
 
-    def _linear_s(self, tokens: int) -> float:
+    def _rows_s(self, batch: float, context: float) -> float:
+        return batch * (self.row_s + self.context_token_s * context)
+
+    def _linear_s(self, tokens: float) -> float:
         """The p-norm of reading the weights and multiplying them, without overflow."""
         products = tokens * self.token_s
         longer, shorter = (

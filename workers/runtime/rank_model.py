@@ -14,7 +14,8 @@ from workers.runtime.agreement import code_digest, identity_facts
 from workers.runtime.device import choose_device, choose_dtype, choose_quantization, set_threads
 from workers.runtime.errors import RankConfigError
 from workers.runtime.handshake import Facts
-from workers.runtime.kv_pool import allocate_pool, bytes_per_block, free_bytes, num_blocks_for
+from workers.runtime.kv_pool import allocate_pool, free_bytes
+from workers.runtime.pool_size import bytes_per_block, num_blocks_for
 from workers.runtime.runner import ModelRunner
 
 
@@ -131,4 +132,4 @@ class RankModel:
 
     def _block_bytes(self, rank: int) -> int:
         spec, block_size = self._checkpoint.spec, self._config.cache.block_size
-        return bytes_per_block(spec, self._num_kv_heads(rank), block_size, self._dtype)
+        return bytes_per_block(spec, self._num_kv_heads(rank), block_size, self._dtype.itemsize)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.engine import OURS, Bench, rows_of
-from benchmarks.roofs import RoofMeter
 from benchmarks.subjects import Prompts, SubjectFailed
 from benchmarks.works import Kind, Work
+from cluster.bench.roofs import RoofMeter
 from tests.unit.benchmarks.test_works import BF16, SPEC
 
 WORKS = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.works import WEIGHT_FORMATS, Kind, Roofs, Work, limit, standard_works, sweep_works
+from benchmarks.works import WEIGHT_FORMATS, Kind, Work, limit, standard_works, sweep_works
+from cluster.plan.devices import Roofs
 from workers.model.spec import spec_from_config
 
 SPEC = spec_from_config(
@@ -62,7 +63,7 @@ def test_decode_is_bound_by_reading_or_by_products() -> None:
 
 def test_prefill_multiplies_the_head_for_one_row() -> None:
     roofs = Roofs(read_bytes_per_s=1e12, flop_per_s=1e3)
-    pairs = 512 * 512 / 2
+    pairs = 512 * 513 / 2  # a token sees itself and all before it
     flop = 2 * (BODY * 512 + HEAD) + pairs * 4 * 2 * 4 * 2
     found = limit(Work(kind=Kind.PREFILL, prompt_tokens=512), SPEC, BF16, roofs)
     assert found == pytest.approx(512 * 1e3 / flop)

@@ -10,8 +10,9 @@ import torch
 from workers.config import CacheConfig, ScheduleConfig
 from workers.model.spec import spec_from_config
 from workers.runtime.errors import PoolTooSmall
-from workers.runtime.kv_pool import allocate_pool, bytes_per_block, num_blocks_for
+from workers.runtime.kv_pool import allocate_pool
 from workers.runtime.memory import available_host_bytes
+from workers.runtime.pool_size import bytes_per_block, num_blocks_for
 
 SPEC = spec_from_config(
     {
@@ -44,7 +45,7 @@ def blocks(
 
 
 def test_block_bytes_and_pool_shape():
-    size = bytes_per_block(SPEC, 2, 16, torch.bfloat16)
+    size = bytes_per_block(SPEC, 2, 16, torch.bfloat16.itemsize)
     assert size == 2 * 3 * 2 * 16 * 16 * 2
     pool = allocate_pool(
         SPEC, num_blocks=5, num_kv_heads=2, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")

@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.works import Roofs
+from cluster.plan.devices import Roofs
 from workers.kernels.compiler import KernelsUnavailable, default_cache, library
 from workers.kernels.library import Library
 from workers.kernels.memory import huge_bytes
 
-READ_BYTES = 1 << 29  # far beyond any cache
+READ_BYTES = 1 << 29  # far beyond any cache of a CPU
 SQUARE = 1024  # side of the matrices where the kernels are not available
+GPU_READ_BYTES = 4 << 30
+GPU_SQUARE = 8192
 
 
 class RoofMeter:
@@ -54,6 +56,46 @@ class RoofMeter:
             return float(self._library.multiply_all(100_000, torch.get_num_threads()))
         torch.mm(self._left, self._left)
         return 2.0 * SQUARE**3
+
+
+class GpuRoofMeter:
+    """The same of a GPU, by torch's own sum and bfloat16 product."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.ones(GPU_READ_BYTES // 4, dtype=torch.float32, device=device)
+        self._left = torch.randn(GPU_SQUARE, GPU_SQUARE, device=device).bfloat16()
+        self._reads: list[float] = []
+        self._products: list[float] = []
+        self.sample()  # libraries load
+        self._reads.clear()
+        self._products.clear()
+
+    def sample(self) -> None:
+        self._reads.append(_rate(self._read))
+        self._products.append(_rate(self._multiply))
+
+    def roofs(self) -> Roofs:
+        return Roofs(read_bytes_per_s=max(self._reads), flop_per_s=max(self._products))
+
+    def samples(self) -> dict[str, list[float]]:
+        return {"read_bytes_per_s": list(self._reads), "flop_per_s": list(self._products)}
+
+    def _read(self) -> float:
+        self._memory.sum()
+        torch.cuda.synchronize(self._device)
+        return self._memory.nbytes
+
+    def _multiply(self) -> float:
+        for _ in range(8):
+            torch.mm(self._left, self._left)
+        torch.cuda.synchronize(self._device)
+        return 8 * 2.0 * GPU_SQUARE**3
+
+
+def roof_meter(device: str) -> RoofMeter | GpuRoofMeter:
+    """For `cpu` or `cuda`."""
+    return GpuRoofMeter(torch.device(device)) if device == "cuda" else RoofMeter()
 
 
 def _rate(work: Callable[[], float]) -> float:

@@ -1,0 +1,190 @@
+"""`tandem bench`: what this machine and engine can do (calibrate, sweep, kv-cache), and how a running server
+holds up under load (serve, replay; in `cluster.cli.load`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.bench.chart_process import draw
+from cluster.bench.child import MeasuringFailed
+from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, Order, SweepOrder
+from cluster.bench.report import write_report
+from cluster.cli import bench_tables
+from cluster.cli.load import replay, serve
+from cluster.cli.options import JsonOption
+from cluster.cli.services import Services, services_of
+from cluster.cli.terminal import CommandFailed, Phases, Terminal
+from cluster.config_tree import EMBEDDED_MODEL
+from cluster.embedded import canonical_path, model_folder
+from cluster.plan.calibration import keep_calibration
+from cluster.plan.memory import DoesNotFit
+from cluster.plan.pool_check import pool_row
+
+app = typer.Typer(help="Measure this machine, the engine, or a running server.", no_args_is_help=True)
+app.command()(serve)
+app.command()(replay)
+
+_LOAD_S = 300.0  # longest time to load a model, beside the measuring itself
+_PATIENCE = 20.0  # times as long as it should take, on a busy machine
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="[MODEL]", help="Folder in Hugging Face layout; the embedded model by default."),
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, bfloat16 or float32.")]
+QuantizationOption = Annotated[str, typer.Option("--quantization", help="none, int8 or int4.")]
+RanksOption = Annotated[int, typer.Option("--tensor-parallel", min=1, help="Ranks of the group.")]
+OutOption = Annotated[
+    Path | None, typer.Option("-o", "--out", metavar="FILE", help="Report as JSON: rows, samples, machine.")
+]
+PngOption = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Picture (needs matplotlib).")]
+
+
+@app.command()
+def calibrate(
+    context: typer.Context,
+    model: ModelArgument = EMBEDDED_MODEL,
+    dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "none",
+    tensor_parallel: RanksOption = 1,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Time for measuring.")] = 75.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine with a model and fit the cost of a step, which planning uses from then on."""
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    services = services_of(context)
+    with terminal.exit_codes():
+        folder = _folder(terminal, services, model)
+        settings = EngineSettings(
+            model=str(folder), dtype=dtype, quantization=quantization, tensor_parallel=tensor_parallel
+        )
+        order = CalibrateOrder(engine=settings, seconds=seconds)
+        result = _measured(terminal, services, order, timeout_s=_LOAD_S + _PATIENCE * seconds)
+        file = keep_calibration(result)
+        try:
+            pool = pool_row(folder, settings, result["pool"])
+        except DoesNotFit as error:
+            raise CommandFailed(str(error)) from error
+        if as_json:
+            terminal.emit(file=str(file), planned_pool=pool, **result)
+        else:
+            bench_tables.print_calibration(terminal, result, pool)
+            terminal.say(f"kept in {file}")
+
+
+@app.command()
+def sweep(
+    context: typer.Context,
+    model: ModelArgument = EMBEDDED_MODEL,
+    batches: Annotated[str, typer.Option("--batches", help="Comma-separated.")] = "1,8,32,64,128",
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt tokens.")] = 512,
+    output: Annotated[int, typer.Option("--output", min=2, help="New tokens.")] = 256,
+    runs: Annotated[int, typer.Option("--runs", min=1)] = 1,
+    dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "none",
+    tensor_parallel: RanksOption = 1,
+    out: OutOption = None,
+    png: PngOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Latency, TTFT, TPOT, throughput, KV use and utilisation over batch sizes, with the knee marked."""
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    services = services_of(context)
+    with terminal.exit_codes():
+        check_can_draw(png)
+        sizes = _sizes(batches)
+        folder = _folder(terminal, services, model)
+        settings = EngineSettings(
+            model=str(folder),
+            dtype=dtype,
+            quantization=quantization,
+            tensor_parallel=tensor_parallel,
+            max_running=max(sizes),
+            max_step_tokens=max(512, *sizes),
+        )
+        order = SweepOrder(engine=settings, batches=sizes, prompt_tokens=prompt, new_tokens=output, runs=runs)
+        tokens = runs * sum(sizes) * (prompt + output)
+        content = _measured(terminal, services, order, timeout_s=_LOAD_S + 0.1 * _PATIENCE * tokens)
+        _finish(terminal, content, out, png, bench_tables.print_sweep)
+
+
+@app.command("kv-cache")
+def kv_cache(
+    context: typer.Context,
+    model: ModelArgument = EMBEDDED_MODEL,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt tokens.")] = 64,
+    output: Annotated[int, typer.Option("--output", min=2, help="New tokens.")] = 256,
+    dtype: DtypeOption = "auto",
+    out: OutOption = None,
+    png: PngOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """One sequence with the KV cache and without: linear against quadratic time."""
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    services = services_of(context)
+    with terminal.exit_codes():
+        check_can_draw(png)
+        folder = _folder(terminal, services, model)
+        settings = EngineSettings(model=str(folder), dtype=dtype)
+        order = KvCacheOrder(engine=settings, prompt_tokens=prompt, new_tokens=output)
+        passes = output * (prompt + output)
+        content = _measured(terminal, services, order, timeout_s=_LOAD_S + 0.1 * passes)
+        _finish(terminal, content, out, png, bench_tables.print_kv_cache)
+
+
+def check_can_draw(png: Path | None) -> None:
+    """Before anything is measured. Raises CommandFailed."""
+    if png is not None and find_spec("matplotlib") is None:
+        raise CommandFailed("--png needs matplotlib: pip install 'tandem[bench]'")
+
+
+def _finish(
+    terminal: Terminal,
+    content: Mapping[str, Any],
+    out: Path | None,
+    png: Path | None,
+    show: bench_tables.Printer,
+) -> None:
+    if out is not None:
+        write_report(content, out)
+    if png is not None:
+        try:
+            draw(content, png)
+        except MeasuringFailed as error:
+            raise CommandFailed(f"{png}: {error}") from error
+    if terminal.as_json:
+        terminal.emit(**{name: value for name, value in content.items() if name != "samples"})
+        return
+    show(terminal, content)
+    for name, file in (("report", out), ("picture", png)):
+        if file is not None:
+            terminal.say(f"{name} in {file}")
+
+
+def _measured(terminal: Terminal, services: Services, order: Order, *, timeout_s: float) -> Mapping[str, Any]:
+    try:
+        with Phases(terminal) as phases:
+            phases.start("starting")
+            return services.measure(order, phases.start, timeout_s=timeout_s)
+    except MeasuringFailed as error:
+        raise CommandFailed(str(error)) from error
+
+
+def _folder(terminal: Terminal, services: Services, model: str) -> Path:
+    if canonical_path(model) != EMBEDDED_MODEL:
+        return model_folder(model)
+    with Phases(terminal) as phases:
+        return services.ensure_model(phases.start)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Batch sizes, ascending, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= 4096 for part in parts):
+        raise CommandFailed(f"--batches {text!r}: give numbers from 1 to 4096 with commas between them")
+    return tuple(sorted({int(part) for part in parts}))

@@ -1,0 +1,193 @@
+"""`tandem plan`: what fits on a device and how fast it is, and a deployment that meets targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.options import JsonOption
+from cluster.cli.plan_tables import Proposed, plan_facts, print_plan, print_proposal, proposal_facts
+from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.config_tree import EMBEDDED_MODEL
+from cluster.machine import usable_cores
+from cluster.plan.demand import Demand, Targets, of_trace
+from cluster.plan.deployment import deployment_text
+from cluster.plan.devices import UnknownDevice, device_names
+from cluster.plan.limits import BATCHES
+from cluster.plan.memory import DTYPE_BYTES, DoesNotFit, Shape
+from cluster.plan.models import PlannedModel, UnknownModel, find_model
+from cluster.plan.plan import Plan, find_speed, make_plan, propose, smallest_ranks
+from cluster.plan.proposal import NotReachable
+from cluster.plan.step_cost import StepCostError
+from cluster.traces import TraceError, read_trace, scaled
+from workers.config import CacheConfig, ScheduleConfig
+from workers.model.errors import CheckpointError, TensorParallelError
+from workers.model.spec import check_tensor_parallel
+
+_REFUSED = (
+    *(UnknownModel, UnknownDevice, CheckpointError, TensorParallelError, DoesNotFit),
+    *(NotReachable, StepCostError, TraceError, ValueError),
+)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Folder, config.json, llama-2-7b, mistral-7b or smollm2-135m."),
+    ] = EMBEDDED_MODEL,
+    device: Annotated[str, typer.Option("--device", help=f"One of {', '.join(device_names())}.")] = "this",
+    context: Annotated[int, typer.Option("--context", min=1, help="Longest request, tokens.")] = 2048,
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, help="Decode batches to show; may be repeated.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option("--tensor-parallel", min=1, help="Ranks of a group; chosen by default.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
+    quantization: Annotated[str, typer.Option("--quantization", help="none, int8 or int4.")] = "none",
+    block_size: Annotated[int, typer.Option("--block-size", min=1)] = 16,
+    max_running: Annotated[int, typer.Option("--max-running", min=1)] = ScheduleConfig().max_running,
+    step_tokens: Annotated[int, typer.Option("--step-tokens", min=1)] = ScheduleConfig().max_step_tokens,
+    efficiency: Annotated[
+        float, typer.Option("--efficiency", min=0.01, max=1.0, help="Share of a datasheet that is reached.")
+    ] = 0.6,
+    ttft: Annotated[float | None, typer.Option("--ttft", metavar="MS", help="For 90 % of requests.")] = None,
+    tpot: Annotated[float | None, typer.Option("--tpot", metavar="MS", help="For a token.")] = None,
+    rate: Annotated[float | None, typer.Option("--rate", help="Requests a second.")] = None,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Mean prompt tokens, with --rate.")] = 512,
+    output: Annotated[int, typer.Option("--output", min=1, help="Mean new tokens, with --rate.")] = 256,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Lengths and busiest minute of a trace.")
+    ] = None,
+    length_divisor: Annotated[float, typer.Option("--length-divisor", help="Shorten the trace.")] = 1.0,
+    rate_divisor: Annotated[float, typer.Option("--rate-divisor", help="Slow the trace down.")] = 1.0,
+    model_path: Annotated[
+        str | None,
+        typer.Option("--model-path", metavar="FOLDER", help="For -o, where MODEL is no folder."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Write a deployment file."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Memory, requests that fit, limits; with --ttft and --tpot and a --rate or --trace, groups and pools."""
+    terminal = Terminal(as_json=as_json)
+    with terminal.exit_codes():
+        try:
+            found = find_model(model)
+            shape = _shape(found, context, dtype, quantization, block_size, max_running, step_tokens)
+            planned_device, speed = find_speed(found, device.lower(), shape, efficiency)
+            if tensor_parallel is not None:
+                check_tensor_parallel(found.spec, tensor_parallel)
+            ranks = tensor_parallel or smallest_ranks(found, planned_device, shape)
+            made = make_plan(
+                found, planned_device, speed, replace(shape, tensor_parallel=ranks), batches or BATCHES
+            )
+            demand = _demand(rate, prompt, output, trace, length_divisor, rate_divisor)
+            targets = _targets(ttft, tpot, demand, out)
+            proposed = None
+            if demand is not None and targets is not None:
+                proposed = Proposed(demand, *propose(made, demand, targets, tensor_parallel))
+        except _REFUSED as error:
+            raise CommandFailed(str(error)) from error
+        if out is not None and proposed is not None:
+            _write(out, made, proposed, model_path)
+        if as_json:
+            terminal.emit(**plan_facts(made), proposal=None if proposed is None else proposal_facts(proposed))
+            return
+        print_plan(terminal, made)
+        if proposed is not None:
+            print_proposal(terminal, proposed)
+        if out is not None:
+            terminal.say(f"deployment in {out}; check it with `tandem validate {out}`")
+
+
+def _shape(
+    model: PlannedModel,
+    context: int,
+    dtype: str,
+    quantization: str,
+    block_size: int,
+    max_running: int,
+    step_tokens: int,
+) -> Shape:
+    if context > model.spec.max_model_len:
+        raise CommandFailed(f"--context {context}: {model.name} allows at most {model.spec.max_model_len}")
+    for option, value, legal in (
+        ("--dtype", dtype, tuple(DTYPE_BYTES)),
+        ("--quantization", quantization, ("none", "int8", "int4")),
+    ):
+        if value not in legal:
+            raise CommandFailed(f"{option} {value!r}: it is one of {', '.join(legal)}")
+    return Shape(
+        context=context,
+        dtype=dtype,
+        quantization=quantization,
+        cache=CacheConfig(block_size=block_size),
+        schedule=ScheduleConfig(max_running=max_running, max_step_tokens=step_tokens),
+    )
+
+
+def _demand(
+    rate: float | None,
+    prompt: int,
+    output: int,
+    trace: Path | None,
+    length_divisor: float,
+    rate_divisor: float,
+) -> Demand | None:
+    if trace is not None:
+        if rate is not None:
+            raise CommandFailed("--rate and --trace are both given: the trace says how often requests come")
+        requests = scaled(read_trace(trace), length_divisor=length_divisor, rate_divisor=rate_divisor)
+        return of_trace(requests, trace.name)
+    if rate is None:
+        return None
+    if not 0 < rate < 1e6:
+        raise CommandFailed(f"--rate {rate:g}: requests a second, above 0")
+    return Demand(rate=rate, lengths=[(prompt, output)], source=f"prompts of {prompt}, {output} new tokens")
+
+
+def _targets(
+    ttft: float | None, tpot: float | None, demand: Demand | None, out: Path | None
+) -> Targets | None:
+    """None where nothing is to be proposed."""
+    given = ttft is not None or tpot is not None or demand is not None or out is not None
+    if ttft is None or tpot is None or demand is None:
+        if given:
+            raise CommandFailed("a proposal needs --ttft, --tpot, and --rate or --trace")
+        return None
+    if ttft <= 0 or tpot <= 0:
+        raise CommandFailed("--ttft and --tpot are milliseconds above 0")
+    return Targets(ttft_s=ttft / 1e3, tpot_s=tpot / 1e3)
+
+
+def _write(out: Path, made: Plan, proposed: Proposed, model_path: str | None) -> None:
+    """Raises CommandFailed where no folder of the model is known, and ConfigError never: what is written is
+    what `tandem validate` accepts, but for the model's folder on another machine."""
+    path = model_path or made.model.path
+    if path is None:
+        raise CommandFailed(
+            f"-o: {made.model.name} is known by its sizes only; say where its folder is with --model-path"
+        )
+    demand, proposal = proposed.demand, proposed.proposal
+    notes = [
+        f"{made.model.name} on {proposal.devices} x {made.device.name}, as `tandem plan` proposed it for",
+        f"{demand.rate:.3g} requests a second ({demand.source}):",
+        f"TTFT of 90 % within {proposal.ttft_p90_s:.3g} s, {proposal.tpot_s * 1e3:.3g} ms a token.",
+        f"Speed: {made.speed.source}",
+    ]
+    text = deployment_text(
+        proposal,
+        model_path=path,
+        device=made.device,
+        shape=made.shape,
+        memory=made.memory,
+        cores=usable_cores(),
+        notes=notes,
+    )
+    out.write_text(text, encoding="utf-8")

@@ -1,0 +1,174 @@
+"""The arithmetic of inference: parameters, bytes and operations of a decoder, from its spec alone.
+
+Symbols as in papers: L layers, H hidden size, A attention heads, K key/value heads, D head dim, F inner size
+of the MLP, V vocabulary. Keys and values have K heads, not A: a formula with H is wrong for grouped queries.
+"""
+
+from __future__ import annotations
+
+import math
+
+from workers.model.architecture import ModelSpec
+from workers.model.names import expected_tensors
+from workers.runtime.pool_size import bytes_per_block
+
+INT4_GROUP = 32  # as workers.kernels.quantized.GROUP: inputs that share a scale and a minimum
+_SCALE_BYTES = 4  # of INT8, one float32 an output; of INT4, scale and minimum of a group, half precision each
+
+
+def num_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
+    """Of the whole model; a tied head is the embedding and counts once."""
+    total = sum(math.prod(shape) for shape in expected_tensors(spec).values())
+    return total - (head_parameters(spec) if is_tied else 0)
+
+
+def layer_linear_parameters(spec: ModelSpec, rank: int = 0, tensor_parallel: int = 1) -> int:
+    """In the matrix products of all layers, as one rank has them: L (H (A + 2K) D + A D H + 3 H F)."""
+    return spec.num_layers * sum(
+        outputs * inputs for outputs, inputs in _layer_matrices(spec, rank, tensor_parallel)
+    )
+
+
+def head_parameters(spec: ModelSpec) -> int:
+    """V x H of the head."""
+    return spec.vocab_size * spec.hidden_size
+
+
+def weight_bytes(
+    spec: ModelSpec,
+    *,
+    is_tied: bool,
+    element_bytes: int = 2,
+    quantization: str = "none",
+    rank: int = 0,
+    tensor_parallel: int = 1,
+) -> int:
+    """What a rank keeps of the weights. Embedding and norms stay in the model's dtype; of quantized models
+    the layers' matrices and the head are smaller, with their scales, and a tied head stands beside its
+    embedding."""
+    if quantization == "none" and tensor_parallel == 1:
+        return num_parameters(spec, is_tied=is_tied) * element_bytes
+    vocab = len(spec.vocab_of_rank(rank, tensor_parallel))
+    matrices = spec.num_layers * sum(
+        matrix_bytes(outputs, inputs, element_bytes, quantization)
+        for outputs, inputs in _layer_matrices(spec, rank, tensor_parallel)
+    )
+    embedding = vocab * spec.hidden_size * element_bytes
+    head_quantization = "int8" if quantization == "int4" else quantization  # as Quantization.of_head
+    head = matrix_bytes(vocab, spec.hidden_size, element_bytes, head_quantization)
+    is_shared = is_tied and quantization == "none"
+    return matrices + embedding + (0 if is_shared else head) + _small_parameters(spec) * element_bytes
+
+
+def read_bytes(
+    spec: ModelSpec,
+    *,
+    element_bytes: int = 2,
+    quantization: str = "none",
+    rank: int = 0,
+    tensor_parallel: int = 1,
+) -> int:
+    """What a rank reads of the weights in a step: all matrices and the head once, of the embedding next to
+    nothing."""
+    vocab = len(spec.vocab_of_rank(rank, tensor_parallel))
+    head_quantization = "int8" if quantization == "int4" else quantization
+    return spec.num_layers * sum(
+        matrix_bytes(outputs, inputs, element_bytes, quantization)
+        for outputs, inputs in _layer_matrices(spec, rank, tensor_parallel)
+    ) + matrix_bytes(vocab, spec.hidden_size, element_bytes, head_quantization)
+
+
+def matrix_bytes(outputs: int, inputs: int, element_bytes: int, quantization: str) -> int:
+    """One weight matrix in memory, as `workers.kernels.quantized` describes the forms."""
+    match quantization:
+        case "none":
+            return outputs * inputs * element_bytes
+        case "int8":
+            return outputs * (inputs + _SCALE_BYTES)
+        case "int4":
+            groups = -(-inputs // INT4_GROUP)
+            return outputs * (-(-inputs // 2) + groups * _SCALE_BYTES)
+    raise ValueError(f"quantization {quantization!r}: it is none, int8 or int4")
+
+
+def kv_bytes_per_token(
+    spec: ModelSpec, *, element_bytes: int = 2, rank: int | None = None, tensor_parallel: int = 1
+) -> int:
+    """2 (K and V) x L x K x D x bytes, of the whole model or of the heads of a rank."""
+    heads = spec.num_kv_heads if rank is None else len(spec.kv_heads_of_rank(rank, tensor_parallel))
+    return bytes_per_block(spec, heads, 1, element_bytes)
+
+
+def int8_kv_bytes_per_token(spec: ModelSpec, *, scale_bytes: int = 2) -> int:
+    """With one byte a value and one scale for every token and head, of K and of V."""
+    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim + scale_bytes)
+
+
+def attended_pairs(spec: ModelSpec, tokens: int, cached: int = 0) -> float:
+    """Pairs of query and key in causal attention of `tokens` after `cached`, the mean over the layers: with a
+    sliding window of W a token sees the last W, itself included."""
+    total = sum(
+        _pairs_within(window, cached + tokens) - _pairs_within(window, cached)
+        for window in spec.sliding_window
+    )
+    return total / spec.num_layers
+
+
+def attended_tokens(spec: ModelSpec, context: int) -> float:
+    """Tokens that one decode row reads, the mean over the layers."""
+    return (
+        sum(context if window is None else min(window, context) for window in spec.sliding_window)
+        / spec.num_layers
+    )
+
+
+def linear_flop(spec: ModelSpec, tokens: int) -> int:
+    """2 x parameters of the layers' matrices x T. The head is not in it: prefill needs it for one row."""
+    return 2 * layer_linear_parameters(spec) * tokens
+
+
+def head_flop(spec: ModelSpec, rows: int = 1) -> int:
+    """2 x V x H for each row whose logits are wanted."""
+    return 2 * head_parameters(spec) * rows
+
+
+def pair_flop(spec: ModelSpec) -> int:
+    """4 x L x A x D: scores and weighted values of one query and one key in all layers and heads."""
+    return 4 * spec.num_layers * spec.num_heads * spec.head_dim
+
+
+def prefill_flop(spec: ModelSpec, tokens: int, cached: int = 0) -> float:
+    """Linear and attention, without the head."""
+    return linear_flop(spec, tokens) + pair_flop(spec) * attended_pairs(spec, tokens, cached)
+
+
+def textbook_prefill_flop(spec: ModelSpec, tokens: int) -> int:
+    """2 x L x H^2 x T: one H x H product a layer. Found in teaching texts; many times too low."""
+    return 2 * spec.num_layers * spec.hidden_size**2 * tokens
+
+
+def _layer_matrices(spec: ModelSpec, rank: int, tensor_parallel: int) -> list[tuple[int, int]]:
+    """(outputs, inputs) of the four products of a layer, as the rank has them."""
+    queries = len(spec.q_heads_of_rank(rank, tensor_parallel)) * spec.head_dim
+    keys = len(spec.kv_heads_of_rank(rank, tensor_parallel)) * spec.head_dim
+    inner = len(spec.intermediate_of_rank(rank, tensor_parallel))
+    ups = 2 if spec.gated_mlp else 1
+    return [
+        (queries + 2 * keys, spec.hidden_size),
+        (spec.hidden_size, queries),
+        (ups * inner, spec.hidden_size),
+        (spec.hidden_size, inner),
+    ]
+
+
+def _small_parameters(spec: ModelSpec) -> int:
+    """Norms, biases and learned positions, which every rank is counted to hold whole."""
+    matrices = layer_linear_parameters(spec) + 2 * head_parameters(spec)
+    return num_parameters(spec, is_tied=False) - matrices
+
+
+def _pairs_within(window: int | None, tokens: int) -> int:
+    """Pairs of the first `tokens` of a sequence."""
+    if window is None or tokens <= window:
+        return tokens * (tokens + 1) // 2
+    return window * (window + 1) // 2 + (tokens - window) * window

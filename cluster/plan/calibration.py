@@ -1,0 +1,82 @@
+"""Calibrations of this machine in the user's cache, one for each model, number format and kind of machine.
+
+    ~/.cache/tandem/calibrations/MACHINE-DTYPE-MODELHASH.json     as `StepCost.save` writes it
+
+Whoever has no calibration gets the shipped one, and is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.machine import machine_key
+from cluster.plan.devices import Roofs
+from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError, load_with_facts
+
+_HASH_DIGITS = 16
+# Ceilings of the machine that the shipped figures are from.
+_SHIPPED_ROOFS = Roofs(read_bytes_per_s=34e9, flop_per_s=424e9)
+SHIPPED = "shipped figures of SmolLM2-135M on two cores of an AMD EPYC (Zen 4): not measured here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A machine as the engine meets it."""
+
+    cost: StepCost
+    roofs: Roofs
+    source: str  # for people: where the figures are from
+    is_measured: bool  # here, with this model
+
+
+SHIPPED_CALIBRATION = Calibration(
+    cost=SMOLLM2_ON_SMALL_CPU, roofs=_SHIPPED_ROOFS, source=SHIPPED, is_measured=False
+)
+
+
+def default_root() -> Path:
+    """Where calibrations are kept."""
+    return Path.home() / ".cache" / "tandem" / "calibrations"
+
+
+def calibration_file(model_hash: str, dtype: str, quantization: str, root: Path | None = None) -> Path:
+    """Of this machine. The hash already tells quantized weights apart; the name says it for people."""
+    form = dtype if quantization == "none" else quantization
+    return (root or default_root()) / f"{machine_key()}-{form}-{model_hash[:_HASH_DIGITS]}.json"
+
+
+def find_calibration(
+    model_hash: str | None, dtype: str, quantization: str, root: Path | None = None
+) -> Calibration:
+    """The one for this model here, or the shipped one. Raises StepCostError for a damaged file."""
+    if model_hash is None:
+        return SHIPPED_CALIBRATION
+    file = calibration_file(model_hash, dtype, quantization, root)
+    return read_calibration(file) if file.exists() else SHIPPED_CALIBRATION
+
+
+def read_calibration(file: Path) -> Calibration:
+    """Raises StepCostError, naming the file."""
+    cost, about = load_with_facts(file)
+    rates = [about.get(name) for name in ("read_bytes_per_s", "flop_per_s")]
+    read, flop = (rate if isinstance(rate, int | float) and rate > 0 else None for rate in rates)
+    if read is None or flop is None:
+        raise StepCostError(f"{file}: the measured ceilings are missing: calibrate again")
+    return Calibration(
+        cost=cost,
+        roofs=Roofs(read_bytes_per_s=float(read), flop_per_s=float(flop)),
+        source=f"measured on this machine ({about.get('machine')}), {file}",
+        is_measured=True,
+    )
+
+
+def keep_calibration(result: Mapping[str, object], root: Path | None = None) -> Path:
+    """Writes what `cluster.bench.calibrate` found; gives the file. Raises StepCostError and OSError."""
+    about = result["about"]
+    assert isinstance(about, Mapping), type(about)
+    file = calibration_file(str(about["model_hash"]), str(about["dtype"]), str(about["quantization"]), root)
+    facts = {**about, **{name: result[name] for name in ("samples", "checks", "pool")}}
+    StepCost.of(result["cost"]).save(file, about=facts)
+    return file

@@ -1,0 +1,82 @@
+"""A deployment file for a proposal: the shipped one with other pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from cluster.plan.devices import Device
+from cluster.plan.memory import MemoryPlan, Shape
+from cluster.plan.proposal import PoolProposal, Proposal
+from cluster.validate import DEFAULT_FILE
+from cluster.yaml_tree import read_yaml
+
+_GPUS_OF_A_MACHINE = 8
+_ROUTER_GROUPS = 32  # that one router replica serves
+
+
+def deployment_text(
+    proposal: Proposal,
+    *,
+    model_path: str,
+    device: Device,
+    shape: Shape,
+    memory: MemoryPlan,
+    cores: int,
+    notes: Sequence[str],
+) -> str:
+    """YAML that `tandem validate` accepts, `notes` above it. cores: of a machine, for groups without GPUs."""
+    tree: Any = read_yaml(DEFAULT_FILE.read_text(encoding="utf-8")).value
+    (application,) = tree["applications"]
+    are_many = proposal.devices > (_GPUS_OF_A_MACHINE if device.is_gpu else 1)
+    model: dict[str, Any] = {"path": model_path, "max_model_len": shape.context}
+    if shape.dtype != "bfloat16":
+        model["dtype"] = shape.dtype
+    if shape.quantization != "none":
+        model["quantization"] = shape.quantization
+    application["args"] = {
+        "model": model,
+        "pools": {
+            pool.role: _pool(pool, device, shape, memory, cores if are_many else None)
+            for pool in proposal.pools
+        },
+        "router": {"policy": "prefix"},
+        **({"network": {"interface": "node"}} if are_many else {}),
+    }
+    routers = -(-sum(pool.groups for pool in proposal.pools) // _ROUTER_GROUPS)
+    application["deployments"] = [
+        {"name": name, "num_replicas": count, "max_surge_percent": 100}
+        for name, count in (("router", routers), *((pool.role, pool.groups) for pool in proposal.pools))
+    ]
+    head = "".join(f"# {line}\n" for line in notes)
+    return head + yaml.safe_dump(tree, sort_keys=False, width=110)
+
+
+def _pool(
+    pool: PoolProposal, device: Device, shape: Shape, memory: MemoryPlan, cores: int | None
+) -> Mapping[str, Any]:
+    """cores: what a group takes when it is to have a machine of its own."""
+    cache: dict[str, Any] = {"block_size": memory.block_size}
+    if device.is_gpu:
+        cache["memory_fraction"] = memory.cache.memory_fraction
+    elif memory.cache.max_bytes != type(memory.cache)().max_bytes:
+        cache["max_bytes"] = memory.cache.max_bytes
+    found: dict[str, Any] = {
+        "tensor_parallel": pool.tensor_parallel,
+        "drain_timeout_s": 30,
+        "cache": cache,
+        "schedule": {
+            "max_step_tokens": shape.schedule.max_step_tokens,
+            "max_running": shape.schedule.max_running,
+        },
+    }
+    if device.is_gpu:
+        found["parallel"] = {"device": "cuda"}
+        if pool.tensor_parallel > 1:
+            found["placement"] = "STRICT_PACK"
+    elif cores is not None:
+        found["cpus_per_rank"] = cores
+        found["placement"] = "SPREAD"
+    return found

@@ -1,0 +1,100 @@
+"""What devices can do at best with a model, and what they should really do: decode and prefill rates, and
+where decode stops waiting for memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.plan.arithmetic import attended_pairs, linear_flop, pair_flop
+from cluster.plan.devices import Roofs
+from cluster.plan.roofline import Load
+from cluster.plan.step_cost import StepCost
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRow:
+    """Decode of a batch whose requests all have the planned context."""
+
+    batch: int
+    fits: bool  # in the KV pool
+    limit_tokens_per_s: float  # of the whole batch: B / ((weights + KV bytes) / bandwidth), or by products
+    expected_tokens_per_s: float
+    intensity: float  # operations a byte
+    bound: str  # bandwidth or compute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRow:
+    """Prefill of one prompt."""
+
+    tokens: int
+    linear_flop: float  # 2 x parameters of the layers' matrices x T
+    attention_flop: float  # 4 x L x A x D x pairs of query and key
+    limit_tokens_per_s: float
+    expected_tokens_per_s: float
+    expected_s: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Batch from which a decode step takes longer to multiply than to read; None where it never does."""
+
+    weights_alone: float  # contexts so short that their keys and values do not count
+    at_context: float | None
+
+
+def decode_rows(
+    load: Load, roofs: Roofs, cost: StepCost, *, context: int, most: int, batches: Sequence[int] = BATCHES
+) -> list[DecodeRow]:
+    """most: requests that the pool holds."""
+    rows = []
+    for batch in sorted({*batches, most} if 0 < most <= 4096 else {*batches}):
+        work = load.decode(batch, context)
+        rows.append(
+            DecodeRow(
+                batch=batch,
+                fits=batch <= most,
+                limit_tokens_per_s=batch / work.seconds(roofs),
+                expected_tokens_per_s=cost.decode_tokens_per_s(batch, context),
+                intensity=work.intensity,
+                bound=_bound(work.is_bandwidth_bound(roofs)),
+            )
+        )
+    return rows
+
+
+def prefill_rows(
+    load: Load, roofs: Roofs, cost: StepCost, lengths: Sequence[int], *, step_tokens: int
+) -> list[PrefillRow]:
+    rows = []
+    for tokens in lengths:
+        work = load.prefill(tokens)
+        seconds = cost.prefill_seconds(tokens, step_tokens=step_tokens)
+        rows.append(
+            PrefillRow(
+                tokens=tokens,
+                linear_flop=linear_flop(load.spec, tokens),
+                attention_flop=pair_flop(load.spec) * attended_pairs(load.spec, tokens),
+                limit_tokens_per_s=tokens / work.seconds(roofs),
+                expected_tokens_per_s=tokens / seconds,
+                expected_s=seconds,
+                bound=_bound(work.is_bandwidth_bound(roofs)),
+            )
+        )
+    return rows
+
+
+def turn_of(load: Load, roofs: Roofs, context: int) -> Turn:
+    at_context = load.turning_batch(roofs, context)
+    return Turn(
+        weights_alone=load.turning_batch(roofs), at_context=None if math.isinf(at_context) else at_context
+    )
+
+
+def _bound(is_bandwidth: bool) -> str:
+    return "bandwidth" if is_bandwidth else "compute"

@@ -1,0 +1,219 @@
+"""A plan: everything that is known about a model on a device, put together from the other modules here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cluster.plan import textbook
+from cluster.plan.arithmetic import int8_kv_bytes_per_token
+from cluster.plan.calibration import find_calibration
+from cluster.plan.demand import Demand, Targets
+from cluster.plan.devices import THIS_MACHINE, Device, Roofs, find_device, this_machine
+from cluster.plan.limits import DecodeRow, PrefillRow, Turn, decode_rows, prefill_rows, turn_of
+from cluster.plan.memory import DoesNotFit, MemoryPlan, Shape, plan_memory
+from cluster.plan.models import PlannedModel
+from cluster.plan.proposal import GroupLimits, NotReachable, Proposal, propose_apart, propose_unified
+from cluster.plan.roofline import Load
+from cluster.plan.step_cost import StepCost
+from workers.model.spec import legal_tensor_parallel
+
+_QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16
+_MOST_RANKS = 8  # ranks of a group belong on one machine
+PREFILL_LENGTHS = (512, 2048)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What steps take on the device, and how it is known."""
+
+    roofs: Roofs  # of one rank
+    cost: StepCost  # of one rank
+    source: str
+    efficiency: float | None  # share of the datasheet's ceilings that is assumed; None where it was measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRow:
+    """A number of ranks that the model can be split into."""
+
+    tensor_parallel: int
+    weight_bytes: int  # of a rank
+    pool_tokens: int  # of the group; 0 where it does not fit
+    requests: int  # of the full context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What `tandem plan` prints."""
+
+    model: PlannedModel
+    device: Device
+    shape: Shape
+    speed: Speed
+    memory: MemoryPlan
+    ranks: Sequence[RankRow]
+    decode: Sequence[DecodeRow]
+    prefill: Sequence[PrefillRow]
+    turn: Turn
+    notes: Sequence[str]
+
+
+def find_speed(
+    model: PlannedModel, device_name: str, shape: Shape, efficiency: float
+) -> tuple[Device, Speed]:
+    """The device and its speed with this model. Raises UnknownDevice, StepCostError."""
+    load = load_of(model, shape)
+    if device_name != THIS_MACHINE:
+        device = find_device(device_name)
+        return device, Speed(
+            roofs=device.roofs,
+            cost=load.step_cost(device, efficiency=efficiency),
+            source=device.source,
+            efficiency=efficiency,
+        )
+    found = find_calibration(model.model_hash(shape.quantization), shape.dtype, shape.quantization)
+    device = this_machine(found.roofs, source=found.source)
+    return device, Speed(roofs=found.roofs, cost=found.cost, source=found.source, efficiency=None)
+
+
+def make_plan(
+    model: PlannedModel, device: Device, speed: Speed, shape: Shape, batches: Sequence[int]
+) -> Plan:
+    """Raises DoesNotFit for a model or context that the ranks of `shape` cannot hold."""
+    memory = plan_memory(model, device, shape)
+    load, ranks = load_of(model, shape), shape.tensor_parallel
+    roofs = Roofs(
+        read_bytes_per_s=speed.roofs.read_bytes_per_s * ranks, flop_per_s=speed.roofs.flop_per_s * ranks
+    )
+    cost = split_cost(speed, ranks)
+    lengths = sorted({min(length, shape.context) for length in (*PREFILL_LENGTHS, shape.context)})
+    return Plan(
+        model=model,
+        device=device,
+        shape=shape,
+        speed=speed,
+        memory=memory,
+        ranks=rank_rows(model, device, shape),
+        decode=decode_rows(
+            load, roofs, cost, context=shape.context, most=memory.num_requests, batches=batches
+        ),
+        prefill=prefill_rows(load, roofs, cost, lengths, step_tokens=shape.schedule.max_step_tokens),
+        turn=turn_of(load, roofs, shape.context),
+        notes=[*_notes(model, device, speed, shape), *textbook.notes(model, device, shape.context)],
+    )
+
+
+def smallest_ranks(model: PlannedModel, device: Device, shape: Shape) -> int:
+    """The first legal number of ranks with room for a request. Raises DoesNotFit when none has."""
+    for row in rank_rows(model, device, shape):
+        if row.requests:
+            return row.tensor_parallel
+    plan_memory(model, device, replace(shape, tensor_parallel=1))
+    raise DoesNotFit(f"{model.name} does not fit {device.name} with any legal number of ranks up to 8")
+
+
+def rank_rows(model: PlannedModel, device: Device, shape: Shape) -> list[RankRow]:
+    """Every legal number of ranks up to 8, and what it holds."""
+    rows = []
+    for size in legal_tensor_parallel(model.spec):
+        if size > _MOST_RANKS:
+            break
+        try:
+            memory = plan_memory(model, device, replace(shape, tensor_parallel=size))
+        except DoesNotFit:
+            rows.append(RankRow(tensor_parallel=size, weight_bytes=0, pool_tokens=0, requests=0))
+            continue
+        weights = next(part.num_bytes for part in memory.parts if part.name == "weights")
+        rows.append(
+            RankRow(
+                tensor_parallel=size,
+                weight_bytes=weights,
+                pool_tokens=memory.num_tokens,
+                requests=memory.num_requests,
+            )
+        )
+    return rows
+
+
+def propose(
+    plan: Plan, demand: Demand, targets: Targets, tensor_parallel: int | None
+) -> tuple[Proposal, list[str]]:
+    """The proposal with the fewest devices, and a line about each that was looked at; of equals the simpler.
+
+    tensor_parallel: None to choose; on this machine the plan's own, for that is what was measured.
+    Raises NotReachable with all reasons.
+    """
+    sizes = [tensor_parallel or plan.shape.tensor_parallel]
+    if tensor_parallel is None and plan.speed.efficiency is not None:
+        sizes = [row.tensor_parallel for row in plan.ranks if row.requests]
+    found: list[Proposal] = []
+    lines: list[str] = []
+    for size in sizes:
+        memory = plan_memory(plan.model, plan.device, replace(plan.shape, tensor_parallel=size))
+        group = GroupLimits(
+            cost=split_cost(plan.speed, size),
+            tensor_parallel=size,
+            step_tokens=plan.shape.schedule.max_step_tokens,
+            pool_tokens=memory.num_tokens,
+            max_running=plan.shape.schedule.max_running,
+        )
+        for name, make in (("one pool", propose_unified), ("prefill and decode apart", propose_apart)):
+            try:
+                proposal = make(demand, targets, group)
+            except NotReachable as error:
+                lines.append(f"{name}, {size} ranks a group: {error}")
+                continue
+            found.append(proposal)
+            groups = " + ".join(f"{pool.groups} {pool.role}" for pool in proposal.pools)
+            lines.append(
+                f"{name}, {size} ranks a group: {groups} groups, {proposal.devices} devices, TTFT p90 "
+                f"{proposal.ttft_p90_s:.3g} s, TPOT {proposal.tpot_s * 1e3:.3g} ms, longest gap "
+                f"{proposal.longest_gap_s * 1e3:.3g} ms"
+            )
+    if not found:
+        raise NotReachable("\n".join(lines))
+    return min(found, key=lambda proposal: (proposal.devices, len(proposal.pools))), lines
+
+
+def load_of(model: PlannedModel, shape: Shape) -> Load:
+    """The model as it is to run."""
+    load = Load.of(model.spec, element_bytes=shape.element_bytes, quantization=shape.quantization)
+    return load if shape.quantization == "none" else replace(load, speedup=_QUANTIZED_SPEEDUP)
+
+
+def split_cost(speed: Speed, tensor_parallel: int) -> StepCost:
+    """Of a group: ranks share everything but the overhead. What they say to each other is not counted."""
+    cost = speed.cost
+    if tensor_parallel == 1:
+        return cost
+    return StepCost(
+        overhead_s=cost.overhead_s,
+        weights_s=cost.weights_s / tensor_parallel,
+        token_s=cost.token_s / tensor_parallel,
+        row_s=cost.row_s / tensor_parallel,
+        context_token_s=cost.context_token_s / tensor_parallel,
+        pair_s=cost.pair_s / tensor_parallel,
+        blend=cost.blend,
+    )
+
+
+def _notes(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> list[str]:
+    notes = []
+    if speed.efficiency is None and not speed.source.startswith("measured"):
+        notes.append("Speed is not measured here: run `tandem bench calibrate MODEL` first.")
+    if speed.efficiency is not None:
+        notes.append(
+            f"Expected rates assume {speed.efficiency:.0%} of the datasheet's ceilings (--efficiency), "
+            "limits all of them."
+        )
+    if shape.tensor_parallel > 1:
+        notes.append("Traffic between ranks is not counted.")
+    int8 = int8_kv_bytes_per_token(model.spec)
+    notes.append(
+        f"Keys and values in 8 bits with a 16-bit scale a head would take {int8:,} B a token; the engine "
+        f"keeps them in {shape.dtype}."
+    )
+    if any(window is not None and window < shape.context for window in model.spec.sliding_window):
+        notes.append("A sliding window bounds what is read; blocks beyond it are kept all the same.")
+    return notes

@@ -1,0 +1,102 @@
+"""The least time that physics leaves for a step: reading at the read rate, or products at the matrix rate.
+
+Memory: all matrices once a step, and the keys and values of the contexts. Products: two operations a weight
+and token, the head only for rows whose logits are wanted, attention over what is attended to. Nothing is
+counted for the traffic between ranks, so that a limit is never too low.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cluster.plan.arithmetic import (
+    attended_pairs,
+    attended_tokens,
+    head_flop,
+    kv_bytes_per_token,
+    linear_flop,
+    pair_flop,
+    read_bytes,
+)
+from cluster.plan.devices import Device, Roofs
+from cluster.plan.step_cost import StepCost
+from workers.model.architecture import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a step needs, whoever computes it."""
+
+    read_bytes: float
+    flop: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte."""
+        return self.flop / self.read_bytes
+
+    def seconds(self, roofs: Roofs | Device) -> float:
+        """At best: the longer of the two, perfectly overlapped."""
+        return max(self.read_bytes / roofs.read_bytes_per_s, self.flop / roofs.flop_per_s)
+
+    def is_bandwidth_bound(self, roofs: Roofs | Device) -> bool:
+        return self.read_bytes / roofs.read_bytes_per_s >= self.flop / roofs.flop_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A model in the form in which it runs: bytes of all its matrices, and of a token's keys and values."""
+
+    spec: ModelSpec
+    weight_bytes: float  # read once a step
+    kv_bytes: int  # of a token
+    speedup: float = 1.0  # of products over bfloat16 ones
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, element_bytes: int = 2, quantization: str = "none") -> Load:
+        return cls(
+            spec=spec,
+            weight_bytes=read_bytes(spec, element_bytes=element_bytes, quantization=quantization),
+            kv_bytes=kv_bytes_per_token(spec, element_bytes=element_bytes),
+        )
+
+    def decode(self, batch: int, context: int) -> Work:
+        """One token for each of `batch` sequences of `context` tokens."""
+        seen = batch * attended_tokens(self.spec, context)
+        flop = linear_flop(self.spec, batch) + head_flop(self.spec, batch) + seen * pair_flop(self.spec)
+        return Work(read_bytes=self.weight_bytes + seen * self.kv_bytes, flop=flop / self.speedup)
+
+    def prefill(self, tokens: int, cached: int = 0) -> Work:
+        """`tokens` new ones of a prompt in one step, up to the logits of the last."""
+        attention = attended_pairs(self.spec, tokens, cached) * pair_flop(self.spec)
+        flop = linear_flop(self.spec, tokens) + head_flop(self.spec) + attention
+        return Work(
+            read_bytes=self.weight_bytes + attended_tokens(self.spec, cached) * self.kv_bytes,
+            flop=flop / self.speedup,
+        )
+
+    def turning_batch(self, roofs: Roofs | Device, context: int = 0) -> float:
+        """Batch from which a decode step is bound by products; inf where every further sequence brings more
+        reading of its keys and values than products."""
+        one, none = self.decode(1, context), self.weight_bytes
+        per_row_read = (one.read_bytes - none) / roofs.read_bytes_per_s
+        per_row_flop = one.flop / roofs.flop_per_s
+        if per_row_flop <= per_row_read:
+            return math.inf
+        return none / roofs.read_bytes_per_s / (per_row_flop - per_row_read)
+
+    def step_cost(self, device: Device, *, tensor_parallel: int = 1, efficiency: float = 1.0) -> StepCost:
+        """Of steps that reach this share of the ceilings; all ranks alike, their traffic free."""
+        read = device.read_bytes_per_s * efficiency * tensor_parallel
+        flop = device.flop_per_s * efficiency * tensor_parallel * self.speedup
+        pair = pair_flop(self.spec) / flop
+        return StepCost(
+            overhead_s=0.0,
+            weights_s=self.weight_bytes / read,
+            token_s=linear_flop(self.spec, 1) / flop,
+            row_s=head_flop(self.spec) / flop,
+            context_token_s=max(self.kv_bytes / read, pair),
+            pair_s=pair,
+            blend=2.0,
+        )

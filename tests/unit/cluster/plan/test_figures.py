@@ -1,0 +1,164 @@
+"""The well-known figures of inference, to the digits in which people quote them."""
+
+import pytest
+
+from cluster.plan.arithmetic import (
+    attended_pairs,
+    attended_tokens,
+    int8_kv_bytes_per_token,
+    kv_bytes_per_token,
+    linear_flop,
+    num_parameters,
+    pair_flop,
+    prefill_flop,
+    read_bytes,
+    textbook_prefill_flop,
+    weight_bytes,
+)
+from cluster.plan.devices import DEVICES
+from cluster.plan.memory import Shape, plan_memory
+from cluster.plan.models import REFERENCES, PlannedModel, find_model
+from cluster.plan.roofline import Load
+from cluster.plan.step_cost import causal_pairs
+from cluster.plan.textbook import notes, textbook_figures
+
+A100 = DEVICES["a100-80g"]
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture
+def llama() -> PlannedModel:
+    return find_model("llama-2-7b")
+
+
+@pytest.fixture
+def mistral() -> PlannedModel:
+    return find_model("mistral-7b")
+
+
+@pytest.fixture
+def smollm2() -> PlannedModel:
+    return find_model("smollm2-135m")
+
+
+def test_parameters(llama: PlannedModel, mistral: PlannedModel, smollm2: PlannedModel) -> None:
+    assert llama.num_parameters == 6_738_415_616
+    assert f"{llama.num_parameters / 1e9:.2f}" == "6.74"
+    assert f"{2 * llama.num_parameters / 1e9:.1f}" == "13.5"
+    assert f"{mistral.num_parameters / 1e9:.2f}" == "7.24"
+    assert smollm2.num_parameters == 134_515_008
+    assert round(smollm2.num_parameters / 1e6) == 135
+
+
+def test_keys_and_values(llama: PlannedModel, mistral: PlannedModel, smollm2: PlannedModel) -> None:
+    assert kv_bytes_per_token(llama.spec) == 524_288 == 512 << 10
+    assert kv_bytes_per_token(llama.spec) * 2048 == 1_073_741_824 == GIB
+    assert kv_bytes_per_token(llama.spec) * 2048 * 32 == 32 * GIB
+    assert kv_bytes_per_token(mistral.spec) == 131_072 == 128 << 10
+    assert kv_bytes_per_token(mistral.spec) * 2048 == 256 * MIB
+    assert kv_bytes_per_token(smollm2.spec) == 23_040
+    # With K = A the formula with H gives the same, and only then.
+    assert kv_bytes_per_token(llama.spec) == 2 * 32 * 4096 * 2
+    assert kv_bytes_per_token(mistral.spec) * 4 == 2 * 32 * 4096 * 2
+
+
+def test_int8_keys_and_values_are_half_plus_scales(llama: PlannedModel) -> None:
+    assert int8_kv_bytes_per_token(llama.spec, scale_bytes=0) * 2 == kv_bytes_per_token(llama.spec)
+    assert int8_kv_bytes_per_token(llama.spec) == 262_144 + 2 * 32 * 32 * 2
+
+
+def test_textbook_requests(llama: PlannedModel, mistral: PlannedModel) -> None:
+    assert A100.memory_bytes == 81_920 * MIB and A100.read_bytes_per_s == 2e12
+    for model, request_bytes, requests in ((llama, GIB, 66), (mistral, 256 * MIB, 267)):
+        found = textbook_figures(model, A100, 2048)
+        assert found.weight_bytes == 14_000_000_000
+        assert (found.request_bytes, found.num_requests) == (request_bytes, requests)
+        assert round(found.decode_tokens_per_s) == 143
+
+
+def test_the_plan_is_exact_and_subtracts_what_else_is_needed(
+    llama: PlannedModel, mistral: PlannedModel
+) -> None:
+    for model, requests in ((llama, 66), (mistral, 263)):
+        plan = plan_memory(model, A100, Shape(context=2048))
+        parts = {part.name: part.num_bytes for part in plan.parts}
+        assert list(parts) == ["reserve", "weights", "activations", "temporary buffers", "KV pool"]
+        assert parts["weights"] == 2 * model.num_parameters
+        assert plan.num_requests == requests
+        assert sum(parts.values()) <= A100.memory_bytes
+        # What stays free is less than the rounding of the fraction that the config gets.
+        assert A100.memory_bytes - sum(parts.values()) < 1e-4 * A100.memory_bytes + plan.block_bytes
+
+
+def test_prefill_operations(llama: PlannedModel) -> None:
+    spec = llama.spec
+    assert f"{linear_flop(spec, 2048) / 1e12:.1f}" == "26.5"
+    assert attended_pairs(spec, 2048) == causal_pairs(2048)
+    assert f"{pair_flop(spec) * attended_pairs(spec, 2048) / 1e12:.1f}" == "1.1"
+    assert f"{prefill_flop(spec, 2048) / 1e12:.1f}" == "27.6"
+    assert f"{textbook_prefill_flop(spec, 2048) / 1e12:.1f}" == "2.2"
+    assert int(textbook_figures(llama, A100, 2048).times_too_low) == 12
+
+
+def test_decode_limits(llama: PlannedModel) -> None:
+    load = Load.of(llama.spec)
+    weights = 2 * (llama.num_parameters - 32_000 * 4096 - 65 * 4096)  # without embedding table and norms
+    assert load.weight_bytes == weights
+    assert 1 / load.decode(1, 0).seconds(A100) == pytest.approx(2e12 / weights)
+    batch_8 = load.decode(8, 2048)
+    assert batch_8.read_bytes == weights + 8 * GIB
+    assert 8 / batch_8.seconds(A100) == pytest.approx(8 * 2e12 / (weights + 8 * GIB))
+    int8 = Load.of(llama.spec, quantization="int8")
+    assert 1.99 < load.weight_bytes / int8.weight_bytes < 2
+
+
+def test_decode_is_bound_by_bandwidth_and_prefill_by_products(llama: PlannedModel) -> None:
+    load = Load.of(llama.spec)
+    assert load.decode(1, 2048).is_bandwidth_bound(A100)
+    assert load.decode(128, 2048).is_bandwidth_bound(A100)
+    assert not load.prefill(2048).is_bandwidth_bound(A100)
+    assert A100.balance == 156
+    assert load.turning_batch(A100) == pytest.approx(156)  # products against weights alone
+    assert load.turning_batch(A100, context=2048) == float(
+        "inf"
+    )  # each sequence reads more than it multiplies
+    turn = load.turning_batch(A100, context=32)
+    assert load.decode(int(turn), 32).is_bandwidth_bound(A100)
+    assert not load.decode(int(turn) + 1, 32).is_bandwidth_bound(A100)
+
+
+def test_a_window_bounds_what_is_attended_to(mistral: PlannedModel) -> None:
+    spec = mistral.spec
+    assert attended_tokens(spec, 4096) == 4096 == attended_tokens(spec, 10_000)
+    pairs = [min(4096, place + 1) for place in range(6000)]
+    assert attended_pairs(spec, 6000) == sum(pairs)
+    assert attended_pairs(spec, 1000, cached=5000) == sum(pairs[5000:])
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_ranks_share_the_matrices(name: str, quantization: str) -> None:
+    model = find_model(name)
+    whole = read_bytes(model.spec, quantization=quantization)
+    halves = [
+        read_bytes(model.spec, quantization=quantization, rank=rank, tensor_parallel=2) for rank in (0, 1)
+    ]
+    # Scales stand once a row or group, so parts of a row repeat some of them.
+    assert whole <= sum(halves) < whole * 1.01
+    kept = weight_bytes(model.spec, is_tied=model.is_tied, tensor_parallel=2)
+    assert kept < 0.7 * weight_bytes(model.spec, is_tied=model.is_tied)
+
+
+def test_one_rank_keeps_every_parameter() -> None:
+    for name in REFERENCES:
+        model = find_model(name)
+        assert weight_bytes(model.spec, is_tied=model.is_tied) == 2 * num_parameters(
+            model.spec, is_tied=model.is_tied
+        )
+
+
+def test_notes_quote_the_figures(llama: PlannedModel) -> None:
+    requests, decode, prefill = notes(llama, A100, 2048)
+    assert requests.startswith("Textbook: floor((81,920 MiB - 14 GB) / 1,024 MiB) = 66 requests.")
+    assert decode.startswith("Textbook: 2 TB/s / 14 GB = 143 tokens/s at batch 1.")
+    assert "2.2 TFLOP" in prefill and prefill.endswith("12 times too low.")

@@ -1,0 +1,190 @@
+"""`tandem plan` from models and devices to tables, JSON, and files that `tandem validate` accepts."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from cluster.config import EMBEDDED_MODEL
+from cluster.machine import usable_cores
+from cluster.plan.calibration import find_calibration, keep_calibration
+from cluster.plan.devices import DEVICES
+from cluster.plan.models import UnknownModel, find_model
+from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU
+from cluster.validate import load_deployment
+from tests.unit.cluster.conftest import World
+
+TARGETS = ("--ttft", "2000", "--tpot", "50")
+
+
+def test_the_well_known_example(world: World) -> None:
+    done = world.run("plan", "llama-2-7b", "--device", "a100-80g", "--context", "2048")
+    assert done.exit_code == 0, done.stderr
+    for text in (
+        "llama-2-7b: 6.74 B parameters, L 32, H 4096, A 32, K 32, D 128, F 11008, V 32000",
+        "13,476,831,232  12.55  6,738,415,616 parameters x 2 B",
+        "= 524,288 B a token, 1,024 MiB for 2,048 tokens",
+        "66 requests of 2,048 tokens fit at once",
+        "  2,048   27.6    26.5        1.1",
+        "= 66 requests. The plan takes exact weights and subtracts reserve, activations and buffers.",
+        "2 TB/s / 14 GB = 143 tokens/s at batch 1.",
+        "2.2 TFLOP for 2,048 tokens counts one H x H product a layer: 12 times too low.",
+        "from batch 156 with short contexts",
+    ):
+        assert text in done.stdout, text
+    other = world.run("plan", "mistral-7b", "--device", "a100-80g").stdout
+    assert "= 131,072 B a token, 256 MiB for 2,048 tokens" in other
+    assert "= 267 requests." in other
+    assert "263 requests of 2,048 tokens fit at once" in other
+
+
+def test_json_has_it_all(world: World) -> None:
+    done = world.run("plan", "llama-2-7b", "--device", "h100", "--tensor-parallel", "2", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["tensor_parallel"] == 2
+    assert [row["tensor_parallel"] for row in facts["ranks"]] == list(range(1, 9))
+    assert facts["device"]["source"] == DEVICES["h100"].source
+    assert facts["memory"]["requests"] == facts["ranks"][1]["requests"]
+    assert facts["turn"]["at_context"] is None
+    assert facts["proposal"] is None
+
+
+def test_the_smallest_number_of_ranks_that_fits_is_taken(world: World) -> None:
+    done = world.run("plan", "llama-2-7b", "--device", "l4", "--dtype", "float32", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["ranks"][0] == {"tensor_parallel": 1, "weight_bytes": 0, "pool_tokens": 0, "requests": 0}
+    assert facts["tensor_parallel"] == 2
+    assert facts["memory"]["kv_bytes_per_token"] == 1_048_576
+
+
+def test_models_come_from_folders_files_and_names(tiny_model: Path) -> None:
+    folder, file = find_model(str(tiny_model)), find_model(str(tiny_model / "config.json"))
+    assert folder.spec == file.spec
+    assert folder.path == str(tiny_model) and file.path is None
+    assert folder.model_hash("none") is not None and file.model_hash("none") is None
+    assert find_model("SmolLM2-135M").path == EMBEDDED_MODEL
+    with pytest.raises(UnknownModel, match="llama-2-7b, mistral-7b, smollm2-135m"):
+        find_model("nosuch")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "nosuch"), "no model 'nosuch'"),
+        (("plan", "llama-2-7b", "--device", "abacus"), "no device 'abacus': there are a100-40g, a100-80g"),
+        (("plan", "llama-2-7b", "--context", "5000"), "llama-2-7b allows at most 4096"),
+        (("plan", "llama-2-7b", "--dtype", "float16"), "--dtype 'float16': it is one of bfloat16, float32"),
+        (("plan", "llama-2-7b", "--rate", "1"), "a proposal needs --ttft, --tpot, and --rate or --trace"),
+        (("plan", "smollm2-135m", "--tensor-parallel", "4"), "sizes that work: 1, 2, 3, 9"),
+        (
+            ("plan", "llama-2-7b", "--device", "l4", "--dtype", "float32", "--tensor-parallel", "1"),
+            "use more ranks",
+        ),
+        (("plan", "llama-2-7b", "--device", "l4", "--rate", "1", "--ttft", "1", "--tpot", "1"), "TTFT: "),
+    ],
+)
+def test_refusals(world: World, arguments: tuple[str, ...], message: str) -> None:
+    done = world.run(*arguments)
+    assert done.exit_code == 1
+    assert message in done.stderr, done.stderr
+
+
+def test_a_proposal_becomes_a_file_that_validates(world: World, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    done = world.run(
+        *("plan", "llama-2-7b", "--device", "a100-80g", *TARGETS, "--rate", "20", "--prompt", "1024"),
+        *("--output", "256", "-o", str(out), "--model-path", "/models/llama-2-7b"),
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "For 20 requests a second, 1024 prompt and 256 new tokens" in done.stdout
+    deployment = load_deployment(out)
+    assert deployment.config.model.path == "/models/llama-2-7b"
+    assert deployment.config.model.max_model_len == 2048
+    facts = json.loads(
+        world.run(
+            *("plan", "llama-2-7b", "--device", "a100-80g", *TARGETS, "--rate", "20", "--prompt", "1024"),
+            *("--output", "256", "--json"),
+        ).stdout
+    )["proposal"]
+    for pool in facts["pools"]:
+        made = deployment.config.pools.by_name()[pool["role"]]
+        assert made.tensor_parallel == pool["tensor_parallel"]
+        assert made.parallel.device == "cuda"
+        assert deployment.num_replicas[pool["role"]] == pool["groups"]
+    assert facts["devices"] == sum(pool["groups"] * pool["tensor_parallel"] for pool in facts["pools"])
+
+
+def test_this_machine_writes_what_validate_accepts_with_its_model(
+    world: World, tiny_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.yaml"
+    done = world.run(
+        *("plan", str(tiny_model), "--context", "64", "--ttft", "900", "--tpot", "50", "--rate", "0.5"),
+        *("--prompt", "40", "--output", "8", "-o", str(out)),
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "run `tandem bench calibrate MODEL` first" in done.stdout
+    checked = world.run("validate", str(out))
+    assert checked.exit_code == 0, checked.stderr
+
+
+def test_many_machines_of_this_kind_get_a_group_each(world: World, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    done = world.run(
+        *("plan", str(tiny_model), "--context", "128", "--ttft", "2000", "--tpot", "50", "--rate", "40"),
+        *("--prompt", "100", "--output", "20", "-o", str(out)),
+    )
+    assert done.exit_code == 0, done.stderr
+    config = load_deployment(out).config
+    assert config.network.interface == "node"
+    assert {pool.cpus_per_rank for pool in config.pools.by_name().values()} == {usable_cores()}
+
+
+def test_a_trace_is_a_demand(world: World, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:17:{i:02d},400,40" for i in range(0, 60, 2)]
+    trace.write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)))
+    arguments = ("plan", "llama-2-7b", "--device", "a100-80g", *TARGETS, "--trace", str(trace), "--json")
+    demand = json.loads(world.run(*arguments).stdout)["proposal"]["demand"]
+    assert (demand["mean_prompt"], demand["mean_output"]) == (400, 40)
+    assert demand["rate"] == pytest.approx(30 / 58)
+
+
+def test_files_need_to_know_the_folder(world: World, tmp_path: Path) -> None:
+    done = world.run(
+        *("plan", "llama-2-7b", "--device", "h100", *TARGETS, "--rate", "1", "-o", str(tmp_path / "a.yaml"))
+    )
+    assert done.exit_code == 1 and "--model-path" in done.stderr
+
+
+def test_a_calibration_is_found_again_for_its_model_only(world: World, tiny_model: Path) -> None:
+    model_hash = find_model(str(tiny_model)).model_hash("none")
+    assert model_hash is not None
+    result = {
+        "cost": asdict(SMOLLM2_ON_SMALL_CPU),
+        "about": {
+            "model_hash": model_hash,
+            "dtype": "bfloat16",
+            "quantization": "none",
+            "machine": "this one",
+            "read_bytes_per_s": 1e9,
+            "flop_per_s": 1e12,
+        },
+        "samples": [],
+        "checks": [],
+        "pool": {},
+    }
+    file = keep_calibration(result)
+    assert file.is_relative_to(world.folder)
+    found = find_calibration(model_hash, "bfloat16", "none")
+    assert found.is_measured and found.cost == SMOLLM2_ON_SMALL_CPU
+    assert (found.roofs.read_bytes_per_s, found.roofs.flop_per_s) == (1e9, 1e12)
+    assert not find_calibration(model_hash, "float32", "none").is_measured
+    assert not find_calibration(None, "bfloat16", "none").is_measured
+    assert (
+        "measured on this machine (this one)" in world.run("plan", str(tiny_model), "--context", "128").stdout
+    )
+    file.write_text("{")
+    refused = world.run("plan", str(tiny_model), "--context", "128")
+    assert refused.exit_code == 1 and "not readable as JSON" in refused.stderr
