@@ -10,6 +10,7 @@ from cluster.cli.deploy import deploy, down, validate
 from cluster.cli.plan import plan
 from cluster.cli.serve import serve
 from cluster.cli.services import Services
+from cluster.cli.simulate import simulate_command
 from cluster.cli.status import status
 from cluster.cli.version import version
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 for command in (serve, deploy, status, down, chat, validate, plan, version):
     app.command()(command)
+app.command("simulate")(simulate_command)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 

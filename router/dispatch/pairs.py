@@ -7,8 +7,9 @@ costs nothing, as it should.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from router.dispatch.interface import PairState
 from router.routing.pairing import Pair
@@ -29,7 +30,6 @@ class _Known:
     num_bytes: int = 0
     num_rates: int = 0
     bytes_per_s: float = 0.0
-    barred_until_s: float = float("-inf")
 
 
 class PairTable:
@@ -39,6 +39,8 @@ class PairTable:
         """`clock` is monotonic seconds."""
         self._clock = clock
         self._pairs: dict[Pair, _Known] = {}
+        self._rates: dict[Pair, float] = {}  # of those that have been measured
+        self._barred: dict[Pair, float] = {}  # until when
 
     def on_read(self, pair: Pair, num_bytes: int, seconds: float) -> None:
         """Blocks have come; `seconds` is what they took beside everything else that the request did."""
@@ -51,6 +53,7 @@ class PairTable:
         known.num_rates += 1
         share = max(_LEARNING_RATE, 1.0 / known.num_rates)
         known.bytes_per_s += share * (num_bytes / max(seconds, _MIN_S) - known.bytes_per_s)
+        self._rates[pair] = known.bytes_per_s
 
     def on_failed(self, pair: Pair) -> None:
         """Nothing came although the source had it. The second time the pair is left alone for a while."""
@@ -58,20 +61,24 @@ class PairTable:
         known.num_failed += 1
         known.num_failed_in_a_row += 1
         if known.num_failed_in_a_row > _MAX_FAILED_IN_A_ROW:
-            known.barred_until_s = self._clock() + _BARRED_S
+            self._barred[pair] = self._clock() + _BARRED_S
 
     def drop(self, group_id: GroupId) -> None:
         """A group is gone; what is known of its pairs is not true of its successor."""
-        self._pairs = {pair: known for pair, known in self._pairs.items() if group_id not in pair}
+        for table in (self._pairs, self._rates, self._barred):
+            for pair in [pair for pair in table if group_id in pair]:
+                del table[pair]
 
-    def rates(self) -> dict[Pair, float]:
-        """Bytes a second of the pairs that have been measured."""
-        return {pair: known.bytes_per_s for pair, known in self._pairs.items() if known.num_rates}
+    def rates(self) -> Mapping[Pair, float]:
+        """Bytes a second of the pairs that have been measured: a view, always of now."""
+        return MappingProxyType(self._rates)
 
     def barred(self) -> frozenset[Pair]:
         """Pairs that have failed of late."""
         now_s = self._clock()
-        return frozenset(pair for pair, known in self._pairs.items() if known.barred_until_s > now_s)
+        for pair in [pair for pair, until_s in self._barred.items() if until_s <= now_s]:
+            del self._barred[pair]
+        return frozenset(self._barred)
 
     def states(self) -> list[PairState]:
         """All pairs, by their ids."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from router.dispatch.interface import Decision
-from router.dispatch.link import GroupLink
 from router.dispatch.pairs import PairTable
+from router.routing.load import LoadTracker
 from router.routing.pairing import Sources, rank_with_sources
 from router.routing.policy import PolicyConfig, RequestView, rank, split_prompt, whole_block_tokens
 from router.routing.prefix_index import PrefixIndex
@@ -21,6 +22,25 @@ from workers.types import GenerateRequest, GroupId, GroupInfo, RequestId
 _HASH_IN_THREAD_TOKENS = 16_384  # longer prompts are hashed off the event loop
 
 BlockChains = Mapping[int, Sequence[BlockHash]]  # block size -> hashes of the prompt's full blocks
+
+
+class PlacedGroup(Protocol):
+    """What placement needs of a connected group; a `router.dispatch.link.GroupLink` has it."""
+
+    @property
+    def info(self) -> GroupInfo:
+        """What it said it is."""
+        ...
+
+    @property
+    def load(self) -> LoadTracker:
+        """Its load."""
+        ...
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything came."""
+        ...
 
 
 class Placement:
@@ -41,9 +61,9 @@ class Placement:
         self,
         request: GenerateRequest,
         chains: BlockChains,
-        links: Mapping[GroupId, GroupLink],
+        links: Mapping[GroupId, PlacedGroup],
         attempt: int,
-        prefill: Mapping[GroupId, GroupLink] | None = None,
+        prefill: Mapping[GroupId, PlacedGroup] | None = None,
     ) -> Decision:
         """Ranks the groups, which are not none; charges nothing. `prefill` groups only compute prompts."""
         prefill = prefill or {}
@@ -70,7 +90,7 @@ class Placement:
             self._decisions.popitem(last=False)
         return decision
 
-    def charge(self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: GroupLink) -> None:
+    def charge(self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: PlacedGroup) -> None:
         """Counts the request to the group until its own stats do, and its blocks as being made there."""
         info, best = link.info, decision.ranked[0]
         uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
@@ -79,14 +99,14 @@ class Placement:
         self._index.expect(info.group_id, chains.get(info.block_size, ()))
 
     def charge_prompt(
-        self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: GroupLink
+        self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: PlacedGroup
     ) -> None:
         """The same for a prefill group that is to compute the prompt."""
         uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
         link.load.on_sent(wire_id, uncached, self._clock())
         self._index.expect(link.info.group_id, chains.get(link.info.block_size, ()))
 
-    def cached_tokens(self, decision: Decision, link: GroupLink) -> int:
+    def cached_tokens(self, decision: Decision, link: PlacedGroup) -> int:
         """What the group was taken to have of the prompt."""
         matched = decision.matches.get(link.info.group_id, 0)
         return split_prompt(decision.num_prompt_tokens, link.info.block_size, matched).cached
@@ -99,8 +119,8 @@ class Placement:
         self,
         request: GenerateRequest,
         chains: BlockChains,
-        links: Mapping[GroupId, GroupLink],
-        prefill: Mapping[GroupId, GroupLink],
+        links: Mapping[GroupId, PlacedGroup],
+        prefill: Mapping[GroupId, PlacedGroup],
         now_s: float,
     ) -> Sources | None:
         """Groups whose blocks could be read; None when there is nothing to read, or nobody to read from."""
@@ -117,9 +137,8 @@ class Placement:
         ]
         cached: dict[GroupId, int] = {}
         if self._policy.pull and len(able) > 1:
-            for link in able:
-                info = link.info
-                cached[info.group_id] = self._index.num_cached(info.group_id, chains.get(info.block_size, ()))
+            surely = self._leading(self._index.match_exact, chains)
+            cached = {link.info.group_id: surely.get(link.info.group_id, 0) for link in able}
         if not computing and not any(cached.values()):
             return None
         return Sources(
@@ -127,16 +146,28 @@ class Placement:
         )
 
     def _matches(
-        self, request: GenerateRequest, chains: BlockChains, links: Mapping[GroupId, GroupLink]
+        self, request: GenerateRequest, chains: BlockChains, links: Mapping[GroupId, PlacedGroup]
     ) -> dict[GroupId, int]:
         if request.sampling.num_prompt_logprobs is not None:
             return {}  # the engine computes every row of such a prompt
         return {
             group_id: count
-            for size, chain in chains.items()
-            for group_id, count in self._index.match(chain).items()
-            if group_id in links and links[group_id].info.block_size == size
+            for group_id, count in self._leading(self._index.match, chains).items()
+            if group_id in links
         }
+
+    @staticmethod
+    def _leading(
+        match: Callable[[Sequence[BlockHash]], dict[GroupId, int]], chains: BlockChains
+    ) -> dict[GroupId, int]:
+        """Leading blocks of the prompt by group. Blocks of another size have other hashes, so of all chains
+        at most one, that of its own block size, is found in a group."""
+        found: dict[GroupId, int] = {}
+        for chain in chains.values():
+            for group_id, count in match(chain).items():
+                if count or group_id not in found:
+                    found[group_id] = count
+        return found
 
 
 def _max_prompt_tokens(info: GroupInfo) -> int:

@@ -46,16 +46,17 @@ class LoadTracker:
         block_bytes: int = 0,
     ) -> None:
         """What the group is, as `GroupLoad` has it."""
-        self._group_id = group_id
-        self._block_size = block_size
-        self._role = role
-        self._kv_format = kv_format
-        self._block_bytes = block_bytes
+        self._view = GroupLoad(
+            group_id=group_id,
+            block_size=block_size,
+            available_blocks=num_blocks,
+            role=role,
+            kv_format=kv_format,
+            block_bytes=block_bytes,
+        )
         self._stats = GroupStats(free_blocks=num_blocks)
         self._sent: dict[RequestId, _Sent] = {}
         self._charged: dict[RequestId, _Sent] = {}  # of those, the ones that the stats do not include yet
-        self._charged_tokens = 0
-        self._prefill_tokens_per_s: float | None = None
         self._num_rates = 0  # observations in it
         self._recent_requests = 0.0
         self._recent_s = 0.0  # when _recent_requests was true
@@ -73,6 +74,13 @@ class LoadTracker:
     def on_stats(self, stats: GroupStats) -> None:
         """The group has reported."""
         self._stats = stats
+        view = self._view
+        view.step_s = stats.step_seconds or None
+        view.waiting_tokens = stats.waiting_tokens
+        view.num_running = stats.num_running
+        view.num_waiting = stats.num_waiting
+        view.available_blocks = stats.free_blocks + stats.cached_blocks
+        view.active_blocks = stats.active_blocks
         for request_id, sent in list(self._charged.items()):
             sent.num_stats += sent.is_accepted
             if sent.num_stats >= _STATS_UNTIL_COUNTED:
@@ -83,10 +91,10 @@ class LoadTracker:
     ) -> None:
         """A request is on its way to the group; `is_timed` is False when it waits for another group there,
         so that its first token shows nothing of this one's speed."""
-        before = self._stats.waiting_tokens + self._charged_tokens
+        before = self._stats.waiting_tokens + self._view.charged_tokens
         sent = _Sent(uncached_tokens=uncached_tokens, tokens_before=before, sent_s=now_s, is_timed=is_timed)
         self._sent[request_id] = self._charged[request_id] = sent
-        self._charged_tokens += uncached_tokens
+        self._view.charged_tokens += uncached_tokens
         self._recent_requests = self._recent(now_s) + 1.0
         self._recent_s = now_s
 
@@ -113,37 +121,23 @@ class LoadTracker:
         self._sent.pop(request_id, None)
 
     def view(self, now_s: float, silent_s: float) -> GroupLoad:
-        """The group as placement sees it now."""
-        stats = self._stats
-        return GroupLoad(
-            group_id=self._group_id,
-            block_size=self._block_size,
-            prefill_tokens_per_s=self._prefill_tokens_per_s,
-            step_s=stats.step_seconds or None,
-            waiting_tokens=stats.waiting_tokens,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            available_blocks=stats.free_blocks + stats.cached_blocks,
-            active_blocks=stats.active_blocks,
-            charged_tokens=self._charged_tokens,
-            charged_requests=len(self._charged),
-            own_requests=len(self._sent),
-            recent_requests=self._recent(now_s),
-            silent_s=silent_s,
-            role=self._role,
-            kv_format=self._kv_format,
-            block_bytes=self._block_bytes,
-        )
+        """The group as placement sees it now: one object, which is right until anything else is called."""
+        view = self._view
+        view.charged_requests = len(self._charged)
+        view.own_requests = len(self._sent)
+        view.recent_requests = self._recent(now_s)
+        view.silent_s = silent_s
+        return view
 
     def _uncharge(self, request_id: RequestId) -> None:
         if (sent := self._charged.pop(request_id, None)) is not None:
-            self._charged_tokens -= sent.uncached_tokens
+            self._view.charged_tokens -= sent.uncached_tokens
 
     def _learn(self, tokens_per_s: float) -> None:
         self._num_rates += 1
-        mean = self._prefill_tokens_per_s or 0.0
+        mean = self._view.prefill_tokens_per_s or 0.0
         share = max(_LEARNING_RATE, 1.0 / self._num_rates)
-        self._prefill_tokens_per_s = max(mean + share * (tokens_per_s - mean), 1.0)
+        self._view.prefill_tokens_per_s = max(mean + share * (tokens_per_s - mean), 1.0)
 
     def _recent(self, now_s: float) -> float:
         return self._recent_requests * exp2(-max(now_s - self._recent_s, 0.0) / _RECENT_HALF_LIFE_S)

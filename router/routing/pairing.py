@@ -23,18 +23,22 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from router.routing.policy import (
+    KEEP,
     Baseline,
     Choice,
     GroupLoad,
     PlacementPolicy,
     PolicyConfig,
+    QuickCost,
     RequestView,
     TokenSplit,
     baseline_of,
     cost_terms,
     fewest_recent,
     order_key,
+    quick_costs,
     rank,
+    shortlist,
     silent_cost_ms,
     split_prompt,
     whole_block_tokens,
@@ -80,18 +84,31 @@ def rank_with_sources(
     matches: Mapping[GroupId, int],
     sources: Sources,
     config: PolicyConfig,
+    *,
+    keep: int = KEEP,
 ) -> list[Choice]:
-    """All groups with all their sources, best first. `matches`: leading blocks that a group has cached."""
+    """The groups with all their sources, best first: all, or of more than `keep` groups the best. `matches`:
+    leading blocks that a group has cached."""
     if config.policy is PlacementPolicy.ROUND_ROBIN:
         return _in_turn(request, loads, sources, config)
     use_cache = config.policy is PlacementPolicy.PREFIX
-    heard = {load.group_id: load for load in loads if not silent_cost_ms(load, config)}
+    if not use_cache:
+        matches = {}
+    neighbours = _neighbours(loads, sources, config) if use_cache else []
     everywhere = baseline_of([*loads, *sources.prefill], config)
     baseline = everywhere._replace(recent_requests=fewest_recent(loads))
-    prefills = _prefill_groups(request, matches if use_cache else {}, sources.prefill, everywhere, config)
+    prefills = _prefill_groups(request, matches, sources.prefill, everywhere, config, keep)
+    if len(loads) > keep:
+        ways = _Ways(prefills, neighbours, sources, config)
+        quick = quick_costs(request, loads, matches, baseline, config)
+        costs = [
+            ways.lowest_ms(request.num_prompt_tokens, load, matches.get(load.group_id, 0), parts)
+            for load, parts in zip(loads, quick, strict=True)
+        ]
+        loads = shortlist(request, loads, quick, costs, keep)
     ranked = []
     for load in loads:
-        matched = matches.get(load.group_id, 0) if use_cache else 0
+        matched = matches.get(load.group_id, 0)
         split = split_prompt(request.num_prompt_tokens, load.block_size, matched)
         terms = cost_terms(request, load, split.uncached, baseline, config)
         reader = _Reader(load, split, Choice(load.group_id, sum(terms.values()), terms))
@@ -100,10 +117,10 @@ def rank_with_sources(
         for prefill in prefills:
             if whole > split.cached and _is_readable(prefill.load, load, sources):
                 choices.append(_pair(reader, prefill, whole, sources, config))
-        if use_cache and (found := _neighbour(load, split.cached, heard, sources)) is not None:
-            given = min(sources.cached[found.group_id] * load.block_size, whole)
+        if (found := _neighbour(load, split.cached, neighbours, sources)) is not None:
+            given = min(sources.cached[found.load.group_id] * load.block_size, whole)
             if given > split.cached:
-                choices.append(_pair(reader, _Source(found, {}), given, sources, config))
+                choices.append(_pair(reader, found, given, sources, config))
         _, own, spread = order_key(request, load, 0.0)
         for position, choice in enumerate(choices):  # of equal ones, first without, then as given
             ranked.append((round(choice.cost_ms, 1), own, spread, position, choice))
@@ -126,10 +143,14 @@ def _prefill_groups(
     loads: Sequence[GroupLoad],
     everywhere: Baseline,
     config: PolicyConfig,
+    keep: int,
 ) -> list[_Source]:
     """The cheapest prefill groups. There the request has no tokens of its own."""
     prompt = replace(request, max_output_tokens=0, num_choices=1)
     baseline = everywhere._replace(recent_requests=fewest_recent(loads))
+    if len(loads) > keep:
+        quick = quick_costs(prompt, loads, matches, baseline, config)
+        loads = shortlist(request, loads, quick, [sum(parts) for parts in quick], keep)
     ranked = []
     for load in loads:
         matched = matches.get(load.group_id, 0)
@@ -143,15 +164,63 @@ def _prefill_groups(
     return [entry[3] for entry in ranked[:_MAX_PREFILL_GROUPS]]
 
 
+def _neighbours(loads: Sequence[GroupLoad], sources: Sources, config: PolicyConfig) -> list[_Source]:
+    """Groups that have some of the prompt and have been heard of, those with most of it first."""
+    heard = {load.group_id: load for load in loads if not silent_cost_ms(load, config)}
+    most_first = sorted(sources.cached.items(), key=lambda entry: -entry[1])
+    return [_Source(heard[group_id], {}) for group_id, count in most_first if count and group_id in heard]
+
+
 def _neighbour(
-    load: GroupLoad, own_tokens: int, heard: Mapping[GroupId, GroupLoad], sources: Sources
-) -> GroupLoad | None:
+    load: GroupLoad, own_tokens: int, neighbours: Sequence[_Source], sources: Sources
+) -> _Source | None:
     """The group that has most of the prompt, when it is more than the group itself has."""
-    best, most = None, own_tokens // load.block_size
-    for group_id, count in sources.cached.items():
-        if count > most and (found := heard.get(group_id)) is not None and _is_readable(found, load, sources):
-            best, most = found, count
-    return best
+    own_blocks = own_tokens // load.block_size
+    for found in neighbours:
+        if sources.cached[found.load.group_id] <= own_blocks:
+            break
+        if _is_readable(found.load, load, sources):
+            return found
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """The first look at all groups: what the cheapest way of each costs, up to rounding."""
+
+    prefills: Sequence[_Source]
+    neighbours: Sequence[_Source]
+    sources: Sources
+    config: PolicyConfig
+
+    def lowest_ms(self, num_prompt_tokens: int, load: GroupLoad, matched: int, parts: QuickCost) -> float:
+        """`parts` are those of `quick_costs`."""
+        queue, computing, rest = parts
+        lowest = queue + computing + rest
+        whole = whole_block_tokens(num_prompt_tokens, load.block_size)
+        cached = min(matched * load.block_size, whole)
+        if whole == cached:
+            return lowest
+        neighbour = _neighbour(load, cached, self.neighbours, self.sources)
+        ways = [(found, whole) for found in self.prefills if _is_readable(found.load, load, self.sources)]
+        if neighbour is not None:
+            given = min(self.sources.cached[neighbour.load.group_id] * load.block_size, whole)
+            ways.append((neighbour, given))
+        for source, given in ways:
+            fetched = given - cached
+            transfer_ms = _transfer_ms(source.load, load, fetched, self.sources, self.config)
+            left = max(queue - source.until_ready_ms - transfer_ms, 0.0)
+            share = 1.0 - fetched / (num_prompt_tokens - cached)
+            lowest = min(lowest, left + computing * share + rest + transfer_ms + source.cost_ms)
+        return lowest
+
+
+def _transfer_ms(
+    source: GroupLoad, reader: GroupLoad, num_tokens: int, sources: Sources, config: PolicyConfig
+) -> float:
+    num_bytes = num_tokens // reader.block_size * reader.block_bytes
+    rate = sources.bytes_per_s.get((source.group_id, reader.group_id), config.default_transfer_bytes_per_s)
+    return config.transfer_ms + 1000.0 * num_bytes / rate
 
 
 def _pair(
@@ -160,9 +229,7 @@ def _pair(
     """The reader reads what it lacks of the first `given_tokens` of the prompt, and computes the rest."""
     load, split, alone = reader
     fetched = given_tokens - split.cached
-    num_bytes = fetched // load.block_size * load.block_bytes
-    rate = sources.bytes_per_s.get((source.load.group_id, load.group_id), config.default_transfer_bytes_per_s)
-    transfer_ms = config.transfer_ms + 1000.0 * num_bytes / rate
+    transfer_ms = _transfer_ms(source.load, load, fetched, sources, config)
     computed_share = 1.0 - fetched / split.uncached
     terms = {**alone.terms, "transfer": transfer_ms, **source.terms}
     terms["queue"] = max(terms["queue"] - source.until_ready_ms - transfer_ms, 0.0)

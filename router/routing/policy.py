@@ -25,9 +25,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
+from heapq import nsmallest
 from typing import NamedTuple
 
 from workers.types import GroupId, Role
+
+KEEP = 32  # choices that are surely the best; of no more groups than that all are ranked
+# Quick costs differ from exact ones in the last digits, and those are rounded to a tenth before they compare.
+_MARGIN_MS = 0.2
 
 
 class PlacementPolicy(Enum):
@@ -70,9 +75,9 @@ class RequestView:
     turn: int = 0  # counts requests, for ROUND_ROBIN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GroupLoad:
-    """What placement knows of a group."""
+    """What placement knows of a group. Only read here; `load.LoadTracker` keeps one up to date."""
 
     group_id: GroupId
     block_size: int  # tokens
@@ -108,15 +113,22 @@ def rank(
     loads: Sequence[GroupLoad],
     matches: Mapping[GroupId, int],
     config: PolicyConfig,
+    *,
+    keep: int = KEEP,
 ) -> list[Choice]:
-    """All groups, best first. `matches`: leading blocks of the prompt that a group has cached."""
+    """The groups, best first: all, or of more than `keep` the best. `matches`: leading blocks of the prompt
+    that a group has cached."""
     if config.policy is PlacementPolicy.ROUND_ROBIN:
         return _in_turn(request, loads, config)
-    use_cache = config.policy is PlacementPolicy.PREFIX
+    if config.policy is not PlacementPolicy.PREFIX:
+        matches = {}
     baseline = baseline_of(loads, config)
+    if len(loads) > keep:
+        quick = quick_costs(request, loads, matches, baseline, config)
+        loads = shortlist(request, loads, quick, [sum(parts) for parts in quick], keep)
     ranked = []
     for load in loads:
-        matched = matches.get(load.group_id, 0) if use_cache else 0
+        matched = matches.get(load.group_id, 0)
         uncached = split_prompt(request.num_prompt_tokens, load.block_size, matched).uncached
         terms = cost_terms(request, load, uncached, baseline, config)
         choice = Choice(load.group_id, sum(terms.values()), terms)
@@ -179,7 +191,8 @@ def _mean(values: Sequence[float | None], default: float) -> float:
     return sum(known) / len(known) if known else default
 
 
-def _expected_output(request: RequestView, config: PolicyConfig) -> int:
+def expected_output(request: RequestView, config: PolicyConfig) -> int:
+    """New tokens of all choices together."""
     return min(request.max_output_tokens, config.expected_output_tokens * request.num_choices)
 
 
@@ -191,7 +204,7 @@ def cost_terms(
     step_ms = 1000.0 * (load.step_s or baseline.step_s)
     ahead_tokens = config.balance_tokens * (load.recent_requests - baseline.recent_requests)
     sharing = load.num_running + load.num_waiting + load.charged_requests
-    steps = _expected_output(request, config) / request.num_choices
+    steps = expected_output(request, config) / request.num_choices
     prefill_ms = uncached * ms_per_token
     terms = {
         "queue": (load.waiting_tokens + load.charged_tokens) * ms_per_token,
@@ -207,6 +220,78 @@ def cost_terms(
     return terms
 
 
+QuickCost = tuple[float, float, float]  # queue, what grows with the tokens computed, the rest; ms
+
+
+def shortlist(
+    request: RequestView,
+    loads: Sequence[GroupLoad],
+    quick: Sequence[QuickCost],
+    costs: Sequence[float],
+    keep: int,
+) -> list[GroupLoad]:
+    """Groups that may be among the `keep` cheapest of more than that. `costs`: of each group, or of its
+    cheapest way. Of groups in the same state, like all that have been idle from the start, the order that
+    decides between equals leaves `keep`."""
+    limit = nsmallest(keep, costs)[-1] + _MARGIN_MS
+    alike: dict[tuple[QuickCost, float], list[GroupLoad]] = {}
+    for load, parts, cost in zip(loads, quick, costs, strict=True):
+        if cost <= limit:
+            alike.setdefault((parts, cost), []).append(load)
+    found = []
+    for equals in alike.values():
+        if len(equals) > keep:
+            equals = nsmallest(keep, equals, key=lambda load: order_key(request, load, 0.0))
+        found += equals
+    return found
+
+
+def quick_costs(
+    request: RequestView,
+    loads: Sequence[GroupLoad],
+    matches: Mapping[GroupId, int],
+    baseline: Baseline,
+    config: PolicyConfig,
+) -> list[QuickCost]:
+    """`cost_terms` of each group, ms, in three sums that are right up to rounding: the queue, what grows with
+    the tokens computed (prefill, delay, interference), and the rest."""
+    num = request.num_prompt_tokens
+    last = max(num - 1, 0)
+    expected = expected_output(request, config)
+    baseline_ms_per_token = 1000.0 / baseline.prefill_tokens_per_s
+    balance_ms = config.balance_tokens * baseline_ms_per_token
+    max_balance_ms = config.max_balance_tokens * baseline_ms_per_token
+    decode_ms = expected / request.num_choices * config.row_share * 1000.0
+    base_share = 1.0 + config.delay_weight
+    per_sequence, silent_after_s = config.delay_per_sequence, config.silent_after_s
+    get, costs = matches.get, []
+    for load in loads:
+        size = load.block_size
+        cached = get(load.group_id, 0) * size
+        if cached > last:
+            cached = last // size * size
+        uncached = num - cached
+        rate = load.prefill_tokens_per_s
+        ms_per_token = 1000.0 / rate if rate else baseline_ms_per_token
+        step_s = load.step_s or baseline.step_s
+        sharing = load.num_running + load.num_waiting + load.charged_requests
+        share = base_share + per_sequence * sharing
+        if load.role is Role.DECODE:
+            share += config.interference_weight
+        balance = balance_ms * (load.recent_requests - baseline.recent_requests)
+        rest = decode_ms * step_s * sharing + (balance if balance < max_balance_ms else max_balance_ms)
+        charged = load.charged_tokens
+        missing = (uncached + expected) // size + 1 + charged // size - load.available_blocks
+        if missing > 0 and load.active_blocks:
+            steps = config.expected_output_tokens * min(missing / load.active_blocks, 8.0)
+            rest += steps * step_s * 1000.0
+        if load.silent_s > silent_after_s:
+            rest += config.silent_cost_ms
+        queue = (load.waiting_tokens + charged) * ms_per_token
+        costs.append((queue, uncached * share * ms_per_token, rest))
+    return costs
+
+
 def silent_cost_ms(load: GroupLoad, config: PolicyConfig) -> float:
     """A group that has not been heard of comes after all others."""
     return config.silent_cost_ms if load.silent_s > config.silent_after_s else 0.0
@@ -214,7 +299,7 @@ def silent_cost_ms(load: GroupLoad, config: PolicyConfig) -> float:
 
 def _memory_wait_steps(request: RequestView, load: GroupLoad, uncached: int, config: PolicyConfig) -> float:
     """Steps until enough blocks come free: running requests give theirs back evenly over a mean answer."""
-    needed = (uncached + _expected_output(request, config)) // load.block_size + 1
+    needed = (uncached + expected_output(request, config)) // load.block_size + 1
     missing = needed + load.charged_tokens // load.block_size - load.available_blocks
     if missing <= 0 or not load.active_blocks:
         return 0.0

@@ -5,6 +5,10 @@ consecutive events. After a gap nothing of it can be trusted, so the group count
 snapshot. On top, for `speculative_ttl_s` after a dispatch, the blocks that the request is about to make are
 taken as there, so that a burst of equal prompts stays together although no event has come yet.
 
+Beside each group's own set there is, for each block, the set of groups that have it, as the bits of a number:
+a chain is walked once for all groups, whatever their number, and the groups that are still in it are an AND
+away.
+
 Bounded: a group cannot have more blocks than it said it has, and speculative entries are capped.
 Every router replica that follows the same groups comes to the same index.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from workers.hashing import BlockHash
@@ -27,10 +31,30 @@ class _Expectation(NamedTuple):
     block_hashes: tuple[BlockHash, ...]
 
 
+class _Holders:
+    """Groups by block: bit n stands for the group in slot n."""
+
+    def __init__(self) -> None:
+        self.masks: dict[BlockHash, int] = {}
+
+    def add(self, block_hash: BlockHash, bit: int) -> None:
+        held = self.masks.get(block_hash)
+        self.masks[block_hash] = bit if held is None else held | bit  # most have one holder: no new number
+
+    def remove(self, block_hash: BlockHash, bit: int) -> None:
+        """The group is known to have it."""
+        held = self.masks[block_hash] & ~bit
+        if held:
+            self.masks[block_hash] = held
+        else:
+            del self.masks[block_hash]
+
+
 class _GroupBlocks:
     """What is known of one group."""
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, slot: int, max_blocks: int, exact: _Holders, speculative: _Holders) -> None:
+        self.slot = slot
         self.max_blocks = max_blocks
         self.number = 0
         self.is_usable = False  # False until a snapshot, and again after a gap
@@ -38,10 +62,36 @@ class _GroupBlocks:
         self.speculative: dict[BlockHash, float] = {}  # to the time at which the last expectation ends
         self.expectations: deque[_Expectation] = deque()  # oldest first
         self.num_expected = 0  # hashes in `expectations`
+        self._bit = 1 << slot
+        self._exact_holders = exact
+        self._speculative_holders = speculative
+
+    def store(self, block_hashes: Iterable[BlockHash]) -> None:
+        exact, add, bit = self.exact, self._exact_holders.add, self._bit
+        for block_hash in block_hashes:
+            if block_hash not in exact:
+                exact.add(block_hash)
+                add(block_hash, bit)
+
+    def remove(self, block_hashes: Iterable[BlockHash]) -> None:
+        exact, remove, bit = self.exact, self._exact_holders.remove, self._bit
+        for block_hash in block_hashes:
+            if block_hash in exact:
+                exact.remove(block_hash)
+                remove(block_hash, bit)
 
     def invalidate(self) -> None:
         self.is_usable = False
-        self.exact.clear()
+        self.remove(list(self.exact))
+
+    def expect(self, block_hashes: Sequence[BlockHash], expires_s: float) -> None:
+        self.expectations.append(_Expectation(expires_s, tuple(block_hashes)))
+        self.num_expected += len(block_hashes)
+        speculative, add, bit = self.speculative, self._speculative_holders.add, self._bit
+        for block_hash in block_hashes:
+            if block_hash not in speculative:
+                add(block_hash, bit)
+            speculative[block_hash] = expires_s
 
     def expire(self, now_s: float, max_expected: int) -> None:
         """Drops expectations that are over, and the oldest ones above the limit."""
@@ -53,21 +103,12 @@ class _GroupBlocks:
             for block_hash in gone.block_hashes:
                 if self.speculative.get(block_hash, float("inf")) <= gone.expires_s:
                     del self.speculative[block_hash]
+                    self._speculative_holders.remove(block_hash, self._bit)
 
-    def num_leading(self, block_hashes: Sequence[BlockHash]) -> int:
-        exact, speculative = self.exact, self.speculative
-        count = 0
-        for block_hash in block_hashes:
-            if block_hash not in exact and block_hash not in speculative:
-                break
-            count += 1
-        return count
-
-    def num_leading_exact(self, block_hashes: Sequence[BlockHash]) -> int:
-        exact = self.exact
-        return next(
-            (i for i, block_hash in enumerate(block_hashes) if block_hash not in exact), len(block_hashes)
-        )
+    def clear(self) -> None:
+        """The group is gone: its slot may be given to another."""
+        self.invalidate()
+        self.expire(float("inf"), 0)
 
 
 class PrefixIndex:
@@ -84,19 +125,31 @@ class PrefixIndex:
         self._speculative_ttl_s = speculative_ttl_s
         self._max_speculative_blocks = max_speculative_blocks
         self._groups: dict[GroupId, _GroupBlocks] = {}
+        self._slots: list[GroupId | None] = []
+        self._exact = _Holders()
+        self._speculative = _Holders()
+        # Who is to be looked at when: all expectations last equally long, so the first one ends first.
+        self._endings: deque[tuple[float, _GroupBlocks]] = deque()
 
     def add_group(self, group_id: GroupId, max_blocks: int) -> None:
         """A group, or a new epoch of it, about which nothing is known yet."""
-        self._groups[group_id] = _GroupBlocks(max_blocks)
+        self.drop_group(group_id)
+        slot = self._slots.index(None) if None in self._slots else len(self._slots)
+        self._slots[slot : slot + 1] = [group_id]
+        self._groups[group_id] = _GroupBlocks(slot, max_blocks, self._exact, self._speculative)
 
     def drop_group(self, group_id: GroupId) -> None:
         """Forgets a group; unknown ones are ignored."""
-        self._groups.pop(group_id, None)
+        blocks = self._groups.pop(group_id, None)
+        if blocks is not None:
+            blocks.clear()
+            self._slots[blocks.slot] = None
 
     def load_snapshot(self, group_id: GroupId, number: int, block_hashes: Iterable[BlockHash]) -> bool:
         """The group's blocks after event `number`. False when there are more than the group can have."""
         blocks = self._groups[group_id]
-        blocks.exact = set(block_hashes)
+        blocks.invalidate()
+        blocks.store(block_hashes)
         blocks.number = number
         blocks.is_usable = len(blocks.exact) <= blocks.max_blocks
         if not blocks.is_usable:
@@ -120,12 +173,12 @@ class PrefixIndex:
                 return False
             blocks.number = event.number
             if event.kind is BlockEventKind.STORED:
-                blocks.exact.update(event.block_hashes)
+                blocks.store(event.block_hashes)
                 if len(blocks.exact) > blocks.max_blocks:
                     blocks.invalidate()
                     return False
             else:
-                blocks.exact.difference_update(event.block_hashes)
+                blocks.remove(event.block_hashes)
         return True
 
     def expect(self, group_id: GroupId, block_hashes: Sequence[BlockHash]) -> None:
@@ -135,25 +188,19 @@ class PrefixIndex:
             return
         now_s = self._clock()
         expires_s = now_s + self._speculative_ttl_s
-        blocks.expectations.append(_Expectation(expires_s, tuple(block_hashes)))
-        blocks.num_expected += len(block_hashes)
-        blocks.speculative.update(dict.fromkeys(block_hashes, expires_s))
+        blocks.expect(block_hashes, expires_s)
+        self._endings.append((expires_s, blocks))
+        self._expire(now_s)
         blocks.expire(now_s, self._max_speculative_blocks)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[GroupId, int]:
         """For every group, how many leading blocks of the chain it has or is about to have."""
-        now_s = self._clock()
-        found = {}
-        for group_id, blocks in self._groups.items():
-            if blocks.expectations:
-                blocks.expire(now_s, self._max_speculative_blocks)
-            found[group_id] = blocks.num_leading(block_hashes)
-        return found
+        self._expire(self._clock())
+        return self._leading(block_hashes, self._speculative.masks)
 
-    def num_cached(self, group_id: GroupId, block_hashes: Sequence[BlockHash]) -> int:
-        """How many leading blocks of the chain the group has said that it has."""
-        blocks = self._groups.get(group_id)
-        return blocks.num_leading_exact(block_hashes) if blocks is not None else 0
+    def match_exact(self, block_hashes: Sequence[BlockHash]) -> dict[GroupId, int]:
+        """For every group, how many leading blocks of the chain it has said that it has."""
+        return self._leading(block_hashes, {})
 
     def is_usable(self, group_id: GroupId) -> bool:
         """Whether the exact part of the group is known, up to its last event."""
@@ -167,3 +214,39 @@ class PrefixIndex:
     def blocks(self, group_id: GroupId) -> frozenset[BlockHash]:
         """A copy of the exact part: for tests and for status pages."""
         return frozenset(self._groups[group_id].exact)
+
+    def _expire(self, now_s: float) -> None:
+        while self._endings and self._endings[0][0] <= now_s:
+            _, blocks = self._endings.popleft()
+            blocks.expire(now_s, self._max_speculative_blocks)
+
+    def _leading(
+        self, block_hashes: Sequence[BlockHash], further: Mapping[BlockHash, int]
+    ) -> dict[GroupId, int]:
+        """Leading blocks by group; `further` are holders beside those that are sure."""
+        found = dict.fromkeys(self._groups, 0)
+        exact = self._exact.masks
+        left = (1 << len(self._slots)) - 1
+        depth = 0
+        for block_hash in block_hashes:
+            still = left & (exact.get(block_hash, 0) | further.get(block_hash, 0))
+            if still != left:
+                if depth:
+                    self._note(found, left ^ still, depth)
+                left = still
+                if not left:
+                    return found
+            depth += 1
+        if depth:
+            self._note(found, left, depth)
+        return found
+
+    def _note(self, found: dict[GroupId, int], mask: int, depth: int) -> None:
+        """The groups of these slots have `depth` leading blocks."""
+        bits = bin(mask)[:1:-1]  # slot 0 first
+        slot = bits.find("1")
+        while slot >= 0:
+            group_id = self._slots[slot]
+            if group_id is not None:
+                found[group_id] = depth
+            slot = bits.find("1", slot + 1)

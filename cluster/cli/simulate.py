@@ -1,0 +1,187 @@
+"""`tandem simulate`: a trace through a cluster of any size, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cluster.cli.options import JsonOption
+from cluster.cli.terminal import CommandFailed, Phases, Terminal
+from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
+from cluster.simulate.peers import Network
+from cluster.simulate.report import Report, report
+from cluster.simulate.run import POLICIES, DoesNotFit, SimConfig, simulate
+from cluster.traces import TraceError, TraceRequest, read_trace, scaled
+from workers.config import CacheConfig, ScheduleConfig
+from workers.types import Role
+
+ALL = "all"
+_COMPARED = ("prefix", "round_robin", "power_of_two", "longest_prefix")  # what `all` stands for
+_DEFAULT_BLOCKS = 8448  # the longest prompts of public traces, 128k tokens
+
+TraceArgument = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's (.jsonl) or Azure's (.csv) form.")
+]
+GroupsOption = Annotated[int, typer.Option("--groups", min=1, help="Worker groups in one pool.")]
+PoolsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pools",
+        metavar="prefill=N,decode=M",
+        help="Pools instead of --groups. Several times: one cluster after the other.",
+    ),
+]
+PolicyOption = Annotated[
+    str, typer.Option("--policy", help=f"How requests are placed: {', '.join(POLICIES)}, or all.")
+]
+LengthsOption = Annotated[
+    float, typer.Option("--scale-lengths", help="Prompts and answers times this, e.g. 0.03.")
+]
+RateOption = Annotated[float, typer.Option("--scale-rate", help="Arrivals this many times as fast.")]
+RequestsOption = Annotated[int | None, typer.Option("--requests", min=1, help="Only the first ones.")]
+CostOption = Annotated[
+    Path | None,
+    typer.Option("--cost", help="Step cost of a group, from `tandem bench calibrate`; else a small CPU's."),
+]
+BlocksOption = Annotated[int, typer.Option("--blocks", min=1, help="KV blocks of a group.")]
+StepTokensOption = Annotated[int | None, typer.Option("--step-tokens", min=1, help="Token budget of a step.")]
+TransferOption = Annotated[
+    float | None,
+    typer.Option("--transfer", metavar="GB/S", help="Groups read each other's KV blocks at this rate."),
+]
+KvBytesOption = Annotated[int, typer.Option("--kv-bytes", min=1, help="Bytes of KV a token.")]
+UniqueOption = Annotated[bool, typer.Option("--no-sharing", help="As if no two prompts began alike.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of policies that draw lots.")]
+StepwiseOption = Annotated[
+    bool, typer.Option("--stepwise", help="Every step by itself: slower, the same result.")
+]
+
+
+def simulate_command(
+    trace: TraceArgument,
+    groups: GroupsOption = 1,
+    pools: PoolsOption = None,
+    policy: PolicyOption = "prefix",
+    scale_lengths: LengthsOption = 1.0,
+    scale_rate: RateOption = 1.0,
+    requests: RequestsOption = None,
+    cost: CostOption = None,
+    blocks: BlocksOption = _DEFAULT_BLOCKS,
+    step_tokens: StepTokensOption = None,
+    transfer: TransferOption = None,
+    kv_bytes: KvBytesOption = 23_040,
+    no_sharing: UniqueOption = False,
+    seed: SeedOption = 0,
+    stepwise: StepwiseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Send a trace through a cluster in virtual time: the real router, scheduler and block pool, with a
+    predicted duration in place of each step."""
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    with terminal.exit_codes(), Phases(terminal) as phases:
+        phases.start("reading the trace")
+        traced = _read(trace, requests, scale_lengths, scale_rate, no_sharing)
+        schedule = ScheduleConfig() if step_tokens is None else ScheduleConfig(max_step_tokens=step_tokens)
+        reports = []
+        for name, sizes in _clusters(groups, pools):
+            config = SimConfig(
+                groups=sizes,
+                cost=_cost(cost),
+                num_blocks=blocks,
+                cache=CacheConfig(),
+                schedule=schedule,
+                kv_bytes_per_token=kv_bytes,
+                network=Network(bytes_per_s=transfer * 1e9) if transfer is not None else None,
+                seed=seed,
+                can_leap=not stepwise,
+            )
+            for each in _policies(policy):
+                phases.start(f"{len(traced)} requests, {name}, {each}")
+                try:
+                    reports.append(report(name, simulate(traced, config, each)))
+                except DoesNotFit as error:
+                    raise CommandFailed(str(error)) from error
+                if as_json:
+                    terminal.emit(**asdict(reports[-1]))
+    if not as_json:
+        terminal.out.print(_table(reports))
+
+
+def _read(
+    file: Path, limit: int | None, scale_lengths: float, scale_rate: float, no_sharing: bool
+) -> list[TraceRequest]:
+    for name, factor in (("--scale-lengths", scale_lengths), ("--scale-rate", scale_rate)):
+        if not 0 < factor < float("inf"):
+            raise CommandFailed(f"{name} is {factor}: it must be above 0")
+    try:
+        requests = read_trace(file, limit=limit)
+    except TraceError as error:
+        raise CommandFailed(str(error)) from error
+    if no_sharing:
+        requests = [replace(request, prefix_ids=()) for request in requests]
+    return scaled(requests, length_divisor=1 / scale_lengths, rate_divisor=1 / scale_rate)
+
+
+def _cost(file: Path | None) -> StepCost:
+    if file is None:
+        return SMOLLM2_ON_SMALL_CPU
+    try:
+        return StepCost.load(file)
+    except StepCostError as error:
+        raise CommandFailed(str(error)) from error
+
+
+def _policies(policy: str) -> tuple[str, ...]:
+    if policy == ALL:
+        return _COMPARED
+    if policy not in POLICIES:
+        raise CommandFailed(f"--policy is {policy!r}: it must be one of {', '.join(POLICIES)}, or {ALL}")
+    return (policy,)
+
+
+def _clusters(groups: int, pools: list[str] | None) -> Iterator[tuple[str, dict[Role, int]]]:
+    """Name and groups by role of each cluster asked for."""
+    if not pools:
+        yield f"{groups} groups", {Role.UNIFIED: groups}
+    for text in pools or ():
+        sizes: dict[Role, int] = {}
+        for part in text.split(","):
+            name, _, number = part.strip().partition("=")
+            known = {role.value: role for role in Role}
+            if name not in known or not number.isdecimal() or known[name] in sizes:
+                raise CommandFailed(
+                    f"--pools is {text!r}: it must be like prefill=2,decode=6, with pools of {list(known)}"
+                )
+            sizes[known[name]] = int(number)
+        yield text, sizes
+
+
+def _table(reports: list[Report]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in (
+        "cluster", "policy", "TTFT mean", "p50", "p90", "p99 s", "TPOT mean", "p90 ms", "tokens/s",
+        "hits", "busy", "busiest", "preempted", "router us", "wall s", "MiB",
+    ):  # fmt: skip
+        table.add_column(heading, justify="left" if heading in ("cluster", "policy") else "right")
+    for entry in reports:
+        ttft, tpot = entry.ttft_s, entry.tpot_s
+        table.add_row(
+            entry.cluster,
+            entry.policy,
+            *(f"{value:.2f}" for value in (ttft.mean, ttft.p50, ttft.p90, ttft.p99)),
+            *(f"{1000 * value:.1f}" for value in (tpot.mean, tpot.p90)),
+            f"{entry.tokens_per_s:.0f}",
+            f"{100 * entry.hit_share:.1f} %",
+            f"{100 * entry.busy_share:.0f} %",
+            f"x{entry.busy_max_over_mean:.2f}",
+            str(entry.preemptions),
+            f"{entry.router_us.mean:.0f}",
+            f"{entry.wall_s:.0f}",
+            str(entry.peak_mib),
+        )
+    return table

@@ -1,0 +1,106 @@
+"""`tandem simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.cli import app
+from cluster.simulate.report import spread
+from tests.unit.cluster.simulate.traces import PLAIN, conversations
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Thirty requests in Mooncake's form, with lengths as in `conversations` times 16."""
+    file = tmp_path / "trace.jsonl"
+    with file.open("w") as stream:
+        for request in conversations(10):
+            entry = {
+                "timestamp": round(1000 * request.arrival_s),
+                "input_length": request.prompt_tokens * 16,
+                "output_length": request.output_tokens,
+                "hash_ids": request.prefix_ids,
+            }
+            stream.write(json.dumps(entry) + "\n")
+    return str(file)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *arguments])
+
+
+def test_all_policies_as_json(trace: str, tmp_path: Path) -> None:
+    PLAIN.save(tmp_path / "cost.json")
+    done = run(
+        trace, "--groups", "3", "--policy", "all", "--json",
+        "--scale-lengths", "0.0625", "--cost", str(tmp_path / "cost.json"),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["policy"] for line in lines] == ["prefix", "round_robin", "power_of_two", "longest_prefix"]
+    assert {(line["cluster"], line["requests"], line["refused"]) for line in lines} == {("3 groups", 30, 0)}
+    assert lines[0]["hit_tokens"] > lines[1]["hit_tokens"] > 0
+    assert lines[0]["ttft_s"].keys() == {"mean", "p50", "p90", "p99"}
+
+
+def test_without_sharing_nothing_is_found(trace: str) -> None:
+    done = run(trace, "--groups", "2", "--no-sharing", "--requests", "5", "--json")
+    line = json.loads(done.stdout)
+    assert (line["requests"], line["hit_tokens"]) == (5, 0)
+
+
+def test_the_rate_is_scaled(trace: str) -> None:
+    slow, fast = (
+        json.loads(run(trace, "--groups", "4", "--scale-rate", rate, "--json").stdout)
+        for rate in ("0.001", "1")
+    )
+    assert slow["span_s"] > 100 * fast["span_s"]
+
+
+def test_pools_are_compared_in_a_table(trace: str) -> None:
+    done = run(
+        trace, "--pools", "prefill=1,decode=2", "--pools", "decode=2,prefill=2", "--transfer", "1",
+        "--scale-lengths", "0.0625",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    heading, *rows = done.stdout.splitlines()
+    assert heading.split()[:3] == ["cluster", "policy", "TTFT"]
+    assert [row.split()[0] for row in rows] == ["prefill=1,decode=2", "decode=2,prefill=2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "best"), "--policy is 'best': it must be one of prefix, round_robin"),
+        (("--pools", "prefill=1"), "no group answers"),
+        (("--pools", "prefill=1,decode=x"), "it must be like prefill=2,decode=6"),
+        (("--pools", "unified=1,unified=2"), "it must be like prefill=2,decode=6"),
+        (("--pools", "prefill=1,decode=1"), "a network between the groups is needed"),
+        (("--scale-rate", "0"), "--scale-rate is 0.0: it must be above 0"),
+        (("--scale-lengths", "inf"), "--scale-lengths is inf"),
+        (("--blocks", "10"), "a group has 10"),
+        (("--cost", "missing.json"), "missing.json: not readable as JSON"),
+    ],
+)
+def test_mistakes_are_named(trace: str, arguments: tuple[str, ...], message: str) -> None:
+    done = run(trace, *arguments)
+    assert done.exit_code == 1
+    assert message in done.stderr
+
+
+def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    done = run(str(tmp_path / "a.txt"))
+    assert done.exit_code == 1
+    assert "a trace is a .jsonl (Mooncake) or a .csv (Azure) file" in done.stderr
+
+
+def test_percentiles_are_values_that_were_seen() -> None:
+    found = spread([float(value) for value in range(1, 101)])
+    assert (found.mean, found.p50, found.p90, found.p99) == (50.5, 50.0, 90.0, 99.0)
+    assert spread([3.0]).p99 == 3.0
+    assert spread([]).mean == 0.0
