@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from workers.kernels import Quantization
 from workers.runtime.handshake import Facts
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROCESS_IDS = "/proc/self/ns/pid"  # names the namespace in which this process's id means something
 _MACHINE = "machine"
 _NUM_BLOCKS = "num_blocks"
 
@@ -51,8 +53,12 @@ def identity_facts(
 
 
 def machine_id() -> str:
-    """Equal for processes that share a kernel and with it the memory and the cores."""
-    return _BOOT_ID.read_text().strip()
+    """Equal for processes of one kernel that know each other by process id, and so can share memory.
+
+    Containers of one host are machines of their own here: neither their memory nor, as a rule, their cores
+    are each other's.
+    """
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink(_PROCESS_IDS)}"
 
 
 def agree_on_identity(by_rank: dict[int, Facts]) -> Facts:

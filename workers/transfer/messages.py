@@ -57,7 +57,7 @@ class MessageError(Exception):
 class MemoryFacts:
     """Where the owner's host memory lies, for a reader on the same machine."""
 
-    machine: _Text  # equal for processes of one kernel
+    machine: _Text  # equal for processes that may share memory: `runtime.agreement.machine_id`
     pid: Annotated[int, Meta(gt=0, lt=1 << 31)]
     pool_address: _Count
     generations_address: _Count  # int64 each; 0 for ranks above 0

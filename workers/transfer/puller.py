@@ -34,7 +34,7 @@ class TransferSettings:
     """Of one rank."""
 
     secret: bytes  # of the application
-    machine: str  # equal for processes of one kernel
+    machine: str  # equal for processes that may share memory: `runtime.agreement.machine_id`
     transports: tuple[str, ...]  # in order of preference
     timeout_s: float = 5.0  # to connect and greet; for each answer; for each next run of bytes
     max_orders: int = 256  # that wait for one source

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -19,7 +21,13 @@ from tests.unit.runtime.links import (
     raw_follower,
 )
 from workers.engine.step import GroupFailed
-from workers.runtime.agreement import agree_on_identity, agree_on_memory, memory_facts, num_blocks_of
+from workers.runtime.agreement import (
+    agree_on_identity,
+    agree_on_memory,
+    machine_id,
+    memory_facts,
+    num_blocks_of,
+)
 from workers.runtime.follower_link import LeaderLost
 from workers.runtime.frames import FrameKind, FrameSocket, PeerClosed
 from workers.runtime.handshake import join, new_token, pack_facts
@@ -142,3 +150,16 @@ def test_facts_that_are_no_facts_end_the_start_on_both_sides():
         FrameSocket(rank_0, timeout_s=TIMEOUT_S).send(FrameKind.AGREED, b"no JSON")
         with pytest.raises(LeaderLost, match="rank 0 sent what is no message of ours"):
             link.agree({"dtype": "float32"}, timeout_s=TIMEOUT_S)
+
+
+def test_a_namespace_of_process_ids_is_a_machine_of_its_own():
+    """As in a container: process ids of one namespace mean other processes, or none, in another."""
+    program = "from workers.runtime.agreement import machine_id; print(machine_id())"
+    command = [sys.executable, "-c", program]
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", *command]
+    done = [subprocess.run(line, capture_output=True, text=True, timeout=60) for line in (command, apart)]
+    if done[1].returncode:
+        pytest.skip(f"no namespaces here: {done[1].stderr.strip()}")
+    own, other = (run.stdout.strip() for run in done)
+    assert own == machine_id()
+    assert other != own and other.split()[0] == own.split()[0]
