@@ -156,8 +156,8 @@ def _http_problems(config: TandemConfig) -> Iterable[Problem]:
                 allowed="*, null, or scheme://host[:port] without a path",
             )
     file = http.api_keys_file
-    if file is not None and not PurePath(file).is_absolute():
-        hint = "processes of the cluster have working folders of their own"
+    if file is not None and not PurePath(file).is_absolute() and not file.startswith("~/"):
+        hint = "processes of the cluster have working folders of their own; begin it with / or ~/"
         yield Problem(
             path="router.http.api_keys_file", message="is no absolute path", got=repr(file), hint=hint
         )

@@ -40,23 +40,26 @@ def check_file(file: str | FilePath, *, allow_open: bool = False) -> tuple[Any, 
 
     `allow_open` accepts an HTTP host that other machines can reach.
     """
-    name = str(file)
-    try:
-        with FilePath(file).open("rb") as stream:
-            text = stream.read(MAX_BYTES + 1)  # one too many is refused
-    except OSError as error:
-        return None, [Problem(path="", message=f"cannot be read: {error.strerror}", file=name)]
-    tree = read_yaml(text)
+    tree = read_file(file)
     problems = list(tree.problems)
     if tree.value is not None:
         refused = {problem.path for problem in tree.problems}  # their values are missing from the tree
         found = check_tree(tree, allow_open=allow_open)
         problems += [problem for problem in found if problem.path not in refused]
-    elif not problems:
-        problems.append(Problem(path="", message="the file is empty"))
-    return tree.value, [
-        replace(problem, file=name) for problem in sorted(problems, key=lambda p: p.line or 0)
-    ]
+    problems.sort(key=lambda problem: problem.line or 0)
+    return tree.value, [replace(problem, file=str(file)) for problem in problems]
+
+
+def read_file(file: str | FilePath) -> YamlTree:
+    """What a YAML file says; why it cannot be read is in the tree's problems."""
+    try:
+        with FilePath(file).open("rb") as stream:
+            tree = read_yaml(stream.read(MAX_BYTES + 1))  # one too many is refused
+    except OSError as error:
+        return YamlTree(problems=[Problem(path="", message=f"cannot be read: {error.strerror}")])
+    if tree.value is None and not tree.problems:
+        tree.problems.append(Problem(path="", message="the file is empty"))
+    return tree
 
 
 def check_tree(tree: YamlTree, *, allow_open: bool = False) -> list[Problem]:
@@ -214,14 +217,16 @@ def _proxy_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
     options = tree.value.get("http_options")
     options = options if isinstance(options, dict) else {}
     host, port = options.get("host", "0.0.0.0"), options.get("port", 8000)
-    if isinstance(host, str) and host not in _LOOPBACK and not allow_open:
+    is_open = isinstance(host, str) and host not in _LOOPBACK
+    if is_open and not allow_open and not _all_ask_for_keys(tree.value):
         yield _problem(
             tree,
             ("http_options", "host"),
             "the HTTP port would be open to other machines",
             got=repr(host) if "host" in options else "no host, which means 0.0.0.0",
             allowed="127.0.0.1",
-            hint="pass --i-know-this-is-open if a firewall or an authenticating proxy stands before it",
+            hint="set router.http.api_keys_file, or pass --i-know-this-is-open if a firewall or an "
+            "authenticating proxy stands before it",
         )
     grpc = grpc_port(tree.value)
     for path, given in ((("http_options", "port"), port), (("grpc_options", "port"), grpc)):
@@ -230,6 +235,21 @@ def _proxy_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
     if _is_count(port) and port == grpc:
         hint = "http_options.port is the same"
         yield _problem(tree, ("grpc_options", "port"), "the port is given twice", got=str(port), hint=hint)
+
+
+def _all_ask_for_keys(tree: dict[str, Any]) -> bool:
+    """Whether every application is ours and has a file of API keys, without which nobody may call."""
+    applications = tree.get("applications")
+    applications = applications if isinstance(applications, list) else []
+    return bool(applications) and all(_is_ours(app) and _key_file(app.get("args")) for app in applications)
+
+
+def _key_file(args: Any) -> str:
+    """The file of API keys that a config names, as far as it can be read; empty: none."""
+    router = args.get("router") if isinstance(args, dict) else None
+    http = router.get("http") if isinstance(router, dict) else None
+    file = http.get("api_keys_file") if isinstance(http, dict) else None
+    return file if isinstance(file, str) else ""
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -19,7 +19,7 @@ class RouterSettings:
     model_name: str  # served name: `/v1/models`, and what `model` in a request must say
     replica: str = "router"  # label of this replica in metrics
     version: str = "0.1.0"  # answer of `/version`
-    api_keys_file: str | None = None  # one key a line; None: no key is asked for
+    api_keys_file: str | None = None  # absolute or ~/...; one key a line; None: no key is asked for
     cors_origins: tuple[str, ...] = ()  # browsers' origins that may call; "*" for all; empty: no CORS header
     # What a request that says no temperature, top_k, top_p, min_p or repetition_penalty gets: those
     # of the checkpoint's generation_config.json, or OpenAI's (temperature 1, nothing cut off).

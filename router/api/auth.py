@@ -64,6 +64,8 @@ class ApiKeys:
 def load_api_keys(path: str | None) -> ApiKeys:
     """Keys of a file, one a line; empty lines and lines that begin with # are skipped. None: no keys.
 
+    A path that begins with ~/ is in the home of the user who runs this process.
+
     Raises ValueError for a file that cannot be read, that others may read, that holds no key, or a key with
     spaces inside.
     """
@@ -73,11 +75,13 @@ def load_api_keys(path: str | None) -> ApiKeys:
 def read_api_keys(path: str) -> list[bytes]:
     """The keys of a file in its order, at least one. Raises as `load_api_keys`."""
     try:
-        with open_regular(Path(path)) as stream:
+        with open_regular(Path(path).expanduser()) as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
             content = stream.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(f"API key file {path} cannot be read: {error.strerror}") from None
+    except RuntimeError as error:
+        raise ValueError(f"API key file {path} cannot be found: {error}") from None
     if mode & 0o007:
         raise ValueError(
             f"API key file {path} has mode {mode:o}: other users may use it; run chmod 600 {path}"

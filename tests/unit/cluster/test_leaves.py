@@ -126,3 +126,5 @@ def test_origins_of_browsers_are_taken() -> None:
 def test_the_key_file_needs_an_absolute_path() -> None:
     (problem,) = problems_of(("router", "http", "api_keys_file"), "keys.txt")
     assert (problem.message, problem.got) == ("is no absolute path", "'keys.txt'")
+    assert problems_of(("router", "http", "api_keys_file"), "~/keys.txt") == []
+    assert len(problems_of(("router", "http", "api_keys_file"), "~other/keys.txt")) == 1

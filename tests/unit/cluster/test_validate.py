@@ -89,7 +89,8 @@ def problems_of(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
         ("port: 8000", "port: 80", "2:http_options.port: port out of range; got 80; allowed: 1024 to 65535"),
         ("127.0.0.1", "0.0.0.0",
          "2:http_options.host: the HTTP port would be open to other machines; got '0.0.0.0'; allowed: "
-         "127.0.0.1; pass --i-know-this-is-open if a firewall or an authenticating proxy stands before it"),
+         "127.0.0.1; set router.http.api_keys_file, or pass --i-know-this-is-open if a firewall or an "
+         "authenticating proxy stands before it"),
         ("path: embedded", "path: ''", f"9:{ARGS}.model.path: is empty; give a folder, or embedded"),
         ("policy: prefix", "policy: prefx", f"14:{ARGS}.router.policy: not one of the choices; got 'prefx'; "
          "allowed: 'prefix', 'least_loaded', 'round_robin'"),
@@ -235,6 +236,25 @@ def test_weights_that_lead_outside_the_folder_are_refused(tmp_path: Path, tiny_m
         check_model(load_deployment(deployment_file, assignments=[f"model.path={folder}"]))
 
 
+KEYS = ("policy: prefix", "http: {api_keys_file: ~/keys}")
+
+
+def test_a_port_that_asks_for_keys_may_be_open(tmp_path: Path) -> None:
+    file = tmp_path / "open.yaml"
+    file.write_text(GOOD.replace("127.0.0.1", "0.0.0.0").replace(*KEYS))
+    assert load_deployment(file).host == "0.0.0.0"
+    (line,) = problems_of(tmp_path, ("127.0.0.1", "0.0.0.0"), (KEYS[0], "http: {api_keys_file: null}"))
+    assert line.startswith("2:http_options.host: the HTTP port would be open to other machines")
+
+
+def test_another_application_beside_ours_asks_for_no_keys(tmp_path: Path) -> None:
+    other = "- {name: other, route_prefix: /other, import_path: 'their.app:app'}\n"
+    lines = problems_of(
+        tmp_path, ("127.0.0.1", "0.0.0.0"), KEYS, ("- name: tandem", f"{other}- name: tandem")
+    )
+    assert [line.partition(":")[2].split(":")[0] for line in lines] == ["http_options.host"]
+
+
 def test_the_command_says_all_and_starts_nothing(world: World, tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text(GOOD.replace("path: embedded", "pth: x").replace("policy: prefix", "policy: prefx"))
@@ -256,6 +276,8 @@ def test_every_shipped_file_passes_our_check_and_ray_s_own(file: Path) -> None:
     assert application.import_path == "cluster.app:build"
     pools = deployment.config.pools.by_name()
     assert {entry.name for entry in application.deployments} == {"router", *pools}
-    assert schema.http_options.host == deployment.host == "127.0.0.1"
+    keys = deployment.config.router.http.api_keys_file
+    assert deployment.host == ("127.0.0.1" if keys is None else "0.0.0.0")
+    assert schema.http_options.host == deployment.host
     assert schema.http_options.port == deployment.port == 8000
     assert deployment.config.model.path == "embedded"
