@@ -48,6 +48,7 @@ def build(args: dict[str, Any]) -> Application:
         *misfits,
         *key_problems(config),
         *_resource_problems(config),
+        *_network_problems(config),
         *_security_problems(config),
     ]
     if problems or checkpoint is None:
@@ -139,6 +140,19 @@ def _resource_problems(config: TandemConfig) -> Iterable[Problem]:
                 allowed=", ".join(f"{available.get(key, 0.0):g} {key}" for key in short),
                 hint=f"lower it or cpus_per_rank, add machines, or set pools.{name}.wait_for_resources: true",
             )
+
+
+def _network_problems(config: TandemConfig) -> Iterable[Problem]:
+    """Groups that nobody on another machine could reach."""
+    num_machines = sum(bool(node["Alive"]) for node in ray.nodes())  # type: ignore[no-untyped-call]  # Ray's
+    if config.network.interface == "loopback" and num_machines > 1:
+        yield Problem(
+            path="network.interface",
+            message=f"ranks on 127.0.0.1 cannot be reached from the other machines of this cluster of "
+            f"{num_machines}",
+            got="'loopback'",
+            allowed="node",
+        )
 
 
 def _security_problems(config: TandemConfig) -> Iterable[Problem]:

@@ -120,9 +120,9 @@ class NetworkConfig(BaseModel):
     """Where groups listen for routers, and ranks for each other."""
 
     model_config = _STRICT
-    interface: Literal["loopback", "node"] = (
-        "loopback"  # node: the machine's own address, for several machines
-    )
+    # node: each machine's address in the Ray cluster, which is 127.0.0.1 where `tandem serve` started it;
+    # loopback: 127.0.0.1 whatever the address is, for a cluster of one machine
+    interface: Literal["node", "loopback"] = "node"
 
 
 class SecurityConfig(BaseModel):
