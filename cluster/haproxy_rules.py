@@ -10,7 +10,8 @@ Errors that it finds, or that Serve's proxy answers in plain text, have the API'
   reaches. The wrapper runs a copy of the binary in which they are replaced, by texts of the same length.
 
 Serve's own pages under `/-/` (health, routes) are not for clients: 404, as for every unknown path. (Serve
-asks the health of replicas on their own ports.)
+asks the health of replicas on their own ports.) KubeRay does ask HAProxy for `/-/healthz` and sends requests
+only where it is answered, so it can be opened.
 
 Headers: `x-request-id` is the client's when it is harmless, else HAProxy's, and comes back exactly once
 (Serve adds one beside the router's). `x-request-timeout-seconds` is the router's to keep: Serve would end
@@ -63,8 +64,9 @@ _OF_PLAIN = {400: _INVALID, 404: _NO_APPLICATION, 408: _TOO_LATE, 500: _FAILED, 
 _PLAIN = "{ res.hdr(content-type) -m beg text/plain }"
 
 
-def sed_script() -> str:
-    """Edits of the config that Serve wrote, for `sed -f`."""
+def sed_script(*, open_health: bool = False) -> str:
+    """Edits of the config that Serve wrote, for `sed -f`. open_health: clients may ask for `/-/healthz`."""
+    exception = " !{ path /-/healthz }" if open_health else ""
     frontend = [
         "unique-id-format %[uuid]",
         "acl has_good_id req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._-]{1,64}$",
@@ -77,7 +79,7 @@ def sed_script() -> str:
         f"http-request set-header {PASSED_TIMEOUT_HEADER} %[req.fhdr({TIMEOUT_HEADER})] "
         f"if {{ req.fhdr({TIMEOUT_HEADER}) -m found }}",
         f"http-request del-header {TIMEOUT_HEADER}",
-        f"http-request return {_reply(_NOT_FOUND)} if {{ path,url_dec -m beg -i /-/ }}",
+        f"http-request return {_reply(_NOT_FOUND)} if {{ path,url_dec -m beg -i /-/ }}{exception}",
         f"http-request return {_reply(_NOT_FOUND)} unless {{ path -m beg / }}",  # OPTIONS *, CONNECT
         f"http-request return {_reply(_NO_UPGRADE)} if {{ req.hdr(upgrade) -i websocket }}",
     ]

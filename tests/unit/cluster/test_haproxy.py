@@ -78,6 +78,14 @@ def test_without_an_application_the_server_is_unavailable(wrapped: tuple[Path, P
     assert r"\"code\": \"no_application\"" in answer
 
 
+def test_the_health_page_can_be_opened(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(CONFIG)
+    rules = check(write_wrapper(tmp_path / "new" / "folder", open_health=True), config).splitlines()
+    ends = [line.split('" ')[-1] for line in rules if "http-request return status 404" in line]
+    assert ends[0] == "if { path,url_dec -m beg -i /-/ } !{ path /-/healthz }"
+
+
 def test_an_unknown_path_beside_an_application_stays_unknown(wrapped: tuple[Path, Path]) -> None:
     wrapper, config = wrapped
     route = "    use_backend app if { path_beg /app }\n    default_backend default_backend\nbackend app\n"
