@@ -19,6 +19,7 @@ from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
 from cluster.cli.services import services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
+from cluster.cluster_files import FileKind, check_cluster_file
 from cluster.config_tree import EMBEDDED_MODEL
 from cluster.problems import ConfigError, Problem
 from cluster.running import RunningCluster, process_start
@@ -95,9 +96,18 @@ def validate(
     allow_open: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a deployment file and its model folder; start nothing. Exit code 2 when it has mistakes."""
+    """Check a deployment file and its model folder, or a file for `ray up` or KubeRay; start nothing.
+
+    Exit code 2 when it has mistakes.
+    """
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
+        kind = check_cluster_file(file)
+        if kind is not FileKind.DEPLOYMENT:
+            terminal.say(f"{file}: a valid {kind.value}", style="bold green")
+            if as_json:
+                terminal.emit(valid=True, file=str(file), kind=kind.value)
+            return
         deployment = load_deployment(
             file, port=port, assignments=assignments or (), allow_open=allow_open, with_model=True
         )
@@ -113,6 +123,7 @@ def validate(
             terminal.emit(
                 valid=True,
                 file=str(file),
+                kind=kind.value,
                 application=deployment.application,
                 url=deployment.url,
                 pools=pools,

@@ -85,6 +85,7 @@ def test_validate_says_what_would_run(world: World, tiny_model: Path) -> None:
     assert json.loads(done.stdout) == {
         "valid": True,
         "file": file,
+        "kind": "deployment",
         "application": "tandem",
         "url": world.server.url,
         "pools": {"unified": {"groups": 2, "tensor_parallel": 1}},
@@ -119,8 +120,8 @@ def test_a_file_that_is_not_there_names_the_shipped_ones(world: World) -> None:
     assert done.exit_code == 2
     assert done.stderr == (
         "nosuch.yaml: no such file; Tandem ships "
-        "deploy/local-disaggregated-tp.yaml, deploy/local-disaggregated.yaml, deploy/local-tp2.yaml, "
-        "deploy/local-two-groups.yaml, deploy/local.yaml\n"
+        "deploy/cluster.yaml, deploy/local-disaggregated-tp.yaml, deploy/local-disaggregated.yaml, "
+        "deploy/local-tp2.yaml, deploy/local-two-groups.yaml, deploy/local.yaml\n"
     )
 
 
