@@ -89,8 +89,9 @@ def sed_script(*, open_health: bool = False) -> str:
     ]
     return "\n".join(
         [
-            r"s/^\( *bind \)\*:/\1127.0.0.1:/",
-            r"s/^\( *bind \):/\1127.0.0.1:/",
+            # Clients' own port stays where http_options.host has it, which is `*:` too for all interfaces.
+            r"/^listen stats/,$ s/^\( *bind \)\*:/\1127.0.0.1:/",
+            r"/^frontend prometheus/,/^frontend http/ s/^\( *bind \):/\1127.0.0.1:/",
             rf"s/^\( *tune.bufsize \).*/\1{_BUFFER_BYTES}/",
             *_added("/^global/a", [f"tune.http.maxhdr {_MAX_HEADERS}"]),
             "/^ *errorfile /d",

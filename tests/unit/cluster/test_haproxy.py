@@ -67,6 +67,13 @@ def test_statistics_listen_on_loopback(wrapped: tuple[Path, Path]) -> None:
     assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8000", "bind 127.0.0.1:8404"]
 
 
+def test_clients_reach_the_port_on_all_interfaces_when_it_is_asked_for(wrapped: tuple[Path, Path]) -> None:
+    wrapper, config = wrapped
+    config.write_text(CONFIG.replace("bind 127.0.0.1:8000", "bind *:8000"))
+    binds = [line.strip() for line in check(wrapper, config).splitlines() if "bind" in line]
+    assert binds == ["bind 127.0.0.1:9101", "bind *:8000", "bind 127.0.0.1:8404"]
+
+
 def test_without_an_application_the_server_is_unavailable(wrapped: tuple[Path, Path]) -> None:
     *closed, answer = [line for line in check(*wrapped).splitlines() if "http-request return" in line]
     assert [line.split('" ')[-1] for line in closed] == [
