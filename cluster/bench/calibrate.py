@@ -93,17 +93,20 @@ class _Session:
         # Of each batch: tokens a second in decode, and in prefill.
         self._decode: defaultdict[int, list[float]] = defaultdict(list)
         self._prefill: defaultdict[int, list[float]] = defaultdict(list)
+        longest = engine.facts.limits.max_model_len
+        self._longest = longest - _NEW_TOKENS  # prompt
+        self._check_prompt = min(_CHECK_PROMPT, longest - 1)
+        self._check_context = min(_CHECK_CONTEXT, longest - _CHECK_TOKENS)
 
     def measure(self, report: Report) -> None:
         """One pass."""
-        longest = self._engine.facts.limits.max_model_len - _NEW_TOKENS
         for length in _PROMPTS:
             report(f"a prompt of {length}")
-            for step in self._run(1, min(length, longest), 1).steps:
+            for step in self._run(1, min(length, self._longest), 1).steps:
                 self._seconds[step.shape].append(step.seconds)
         for batch, length in _DECODES:
             report(f"decode batch {batch}, context {length}")
-            steps = self._run(batch, min(length, longest), _NEW_TOKENS).steps
+            steps = self._run(batch, min(length, self._longest), _NEW_TOKENS).steps
             decoding = _full_rows(steps, batch)
             self._seconds[_middle(decoding)] += [step.seconds for step in decoding]
             if (batch, length) == _MIXED:
@@ -112,9 +115,10 @@ class _Session:
                         self._seconds[step.shape].append(step.seconds)
         for batch in _CHECK_BATCHES:
             report(f"check batch {batch}")
-            filled = self._run(batch, _CHECK_PROMPT, 1)
-            self._prefill[batch].append(batch * _CHECK_PROMPT / sum(step.seconds for step in filled.steps))
-            steps = _full_rows(self._run(batch, _CHECK_CONTEXT, _CHECK_TOKENS).steps, batch)
+            filled = self._run(batch, self._check_prompt, 1)
+            seconds = sum(step.seconds for step in filled.steps)
+            self._prefill[batch].append(batch * self._check_prompt / seconds)
+            steps = _full_rows(self._run(batch, self._check_context, _CHECK_TOKENS).steps, batch)
             self._decode[batch].append(batch * len(steps) / sum(step.seconds for step in steps))
 
     def samples(self) -> list[Sample]:
@@ -128,9 +132,9 @@ class _Session:
         """Measured beside predicted rates, in tokens a second, on shapes that were not fitted."""
         rows = []
         for batch in _CHECK_BATCHES:
-            context = _CHECK_CONTEXT + _CHECK_TOKENS // 2
+            context = self._check_context + _CHECK_TOKENS // 2
             decode = cost.decode_tokens_per_s(batch, context)
-            prefill = cost.prefill_tokens_per_s(_CHECK_PROMPT, prompts=batch)
+            prefill = cost.prefill_tokens_per_s(self._check_prompt, prompts=batch)
             for kind, predicted, found in (
                 ("decode", decode, self._decode[batch]),
                 ("prefill", prefill, self._prefill[batch]),

@@ -86,14 +86,15 @@ async def _run(
     clock = time.perf_counter
     outcomes: list[Outcome] = []
     client = CompletionClient(server.url, headers=server.headers, timeout_s=server.timeout_s, clock=clock)
-    async with client, asyncio.TaskGroup() as tasks:
+    async with client:
         model = await client.model()
         report(f"{server.url} serves {model.name}")
         start = clock() + _HEAD_START_S
-        for due in make(model):
-            body = completion_body(model.name, due.prompt, due.max_tokens)  # while nothing is due
-            await wait_until(start + due.due_s, clock)
-            tasks.create_task(_send(client, due, body, start, clock, outcomes))
+        async with asyncio.TaskGroup() as tasks:
+            for due in make(model):
+                body = completion_body(model.name, due.prompt, due.max_tokens)  # while nothing is due
+                await wait_until(start + due.due_s, clock)
+                tasks.create_task(_send(client, due, body, start, clock, outcomes))
     return sorted(outcomes, key=lambda outcome: outcome.number)
 
 

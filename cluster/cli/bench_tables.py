@@ -10,6 +10,7 @@ from rich.table import Table
 from cluster.bench.latency import Limits
 from cluster.cli.terminal import Terminal
 
+_MOST_BUSY = 1.5  # programs that wanted each core in the last minute, ours included
 Printer = Callable[[Terminal, Mapping[str, Any]], None]
 
 
@@ -42,6 +43,7 @@ def print_calibration(terminal: Terminal, result: Mapping[str, Any], pool: Mappi
             f"{row['predicted_tokens_per_s']:.1f}",
             _percent(row["error"]),
         )
+    busy = about["measured_on"]["load_averages"][0] / about["measured_on"]["cores"]
     if pool is not None:
         checks.add_row(
             "KV blocks",
@@ -51,6 +53,11 @@ def print_calibration(terminal: Terminal, result: Mapping[str, Any], pool: Mappi
             _percent(pool["error"]),
         )
     terminal.out.print(checks)
+    if busy > _MOST_BUSY:
+        terminal.say(
+            f"{busy:.1f} programs wanted each core: calibrate again when the machine is quiet",
+            style="red",
+        )
 
 
 def print_sweep(terminal: Terminal, content: Mapping[str, Any]) -> None:
