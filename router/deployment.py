@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from router.build import build_service
 from router.directory_board import DirectoryBoard
 from router.directory_source import DirectorySource
-from router.dispatch.dispatcher import SocketDispatcher
+from router.dispatch.dispatcher import DispatchLimits, SocketDispatcher
 from router.http.app import create_app
 from router.routing.policy import PolicyConfig
 from router.settings import RouterSettings
@@ -24,6 +25,9 @@ from router.text.tokenizer import TextTokenizer
 from workers.group_start import pool_of
 from workers.secret import application_secret
 from workers.types import GenerateRequest, GroupId
+
+_WAKE_TIMEOUT_S = 30.0  # of one question for a group
+_log = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,29 @@ class GroupSender:
         return taken_by
 
 
+class GroupWaker:
+    """Asks Serve for a group: a call that waits in its queue makes it start one for a pool at zero."""
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
+        """A handle of each pool, by name."""
+        self._handle = handles.get("unified") or handles["decode"]
+        self._call: asyncio.Task[None] | None = None
+
+    def __call__(self) -> None:
+        """Asks, unless an earlier question is still open."""
+        if self._call is None or self._call.done():
+            self._call = asyncio.get_running_loop().create_task(self._ask())
+
+    async def _ask(self) -> None:
+        response = Context().run(self._handle.present.remote)
+        try:
+            async with asyncio.timeout(_WAKE_TIMEOUT_S):
+                await response
+        except Exception as error:  # whatever Serve raises: it is asked again while somebody waits
+            response.cancel()  # type: ignore[no-untyped-call]  # Ray's
+            _log.warning("no group has come yet: %r", error)
+
+
 @serve.ingress()
 class Router:
     """Serve replica class. Starting it waits for no group: `/ready` says when there is one.
@@ -77,6 +104,8 @@ class Router:
             policy=start.policy,
             client_id=f"router-{settings.replica}",
             model_hash=start.model_hash,
+            wake=GroupWaker(groups),
+            limits=DispatchLimits(group_wait_s=settings.group_wait_s),
         )
         self._service = build_service(
             self._dispatcher, tokenizer, settings, model_folder=start.tokenizer_folder

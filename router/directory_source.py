@@ -55,6 +55,7 @@ class KnownGroups:
                 role=entry.role,
                 epoch=entry.epoch,
                 is_draining=entry.phase is not GroupPhase.READY,
+                is_leaving=entry.phase is GroupPhase.DRAINING,
             )
             for entry in listing.entries
             if entry.address is not None

@@ -50,6 +50,7 @@ class RouterSettings:
     tokenize_timeout_s: float = 10.0
 
     # Admission, over all requests of this replica.
+    group_wait_s: float = 0.0  # for a group to be there, when none is; 0: such a request is refused at once
     max_queued_requests: int = 512  # admitted, no token yet
     max_queued_tokens: int = 1_000_000  # prompt tokens of those
     max_inflight_requests: int = 2048  # queued and running

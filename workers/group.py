@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ray import serve
 
 from workers.config import GroupConfig
 from workers.data_plane.channel import ClientIdentity, HandshakeFailed
+from workers.data_plane.signals import SignalWindow
 from workers.data_plane.submit import SubmitClient, SubmitRefused
 from workers.directory.groups import GroupEntry, GroupPhase
 from workers.directory.lease import DirectoryLease
@@ -42,6 +45,7 @@ class FrontSettings:
     on_loopback: bool
     start_timeout_s: float
     drain_timeout_s: float
+    scaling: Mapping[str, float] = field(default_factory=dict)  # told with the load, as it is
 
 
 class WorkerGroup:
@@ -54,6 +58,7 @@ class WorkerGroup:
         self._failure: str | None = None
         self._client: SubmitClient | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._signals = SignalWindow(time.monotonic, settings.scaling)
         # Serve gives a rebuilt group a new replica id, so one id has one epoch.
         entry = GroupEntry(
             group_id=group_id_of(settings.pool, replica_id),
@@ -106,9 +111,11 @@ class WorkerGroup:
             raise GroupFailure(self._failure)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Load in Serve's terms: requests in the engine."""
-        stats = self._client.stats if self._client is not None else None
-        return {"requests": float(stats.num_running + stats.num_waiting) if stats is not None else 0.0}
+        """Called by Serve when the pool is autoscaled: the load, for `cluster.scaling`."""
+        return self._signals.numbers(self._client.stats) if self._client is not None else {}
+
+    async def present(self) -> None:
+        """Returns at once. A call that waits for the first group of a pool makes Serve start one."""
 
     async def __del__(self) -> None:
         """Serve's call before it ends the replica."""

@@ -83,6 +83,14 @@ class BlockRead(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BegunChoice:
+    """A choice that another group has begun: it goes on after these tokens as it would have there."""
+
+    choice: int
+    token_ids: tuple[int, ...]  # new tokens so far; none when it has only been accepted there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A tokenized prompt to continue, as the router sends it to a group."""
 
@@ -95,6 +103,14 @@ class GenerateRequest:
     kv_source: KVSource | None = None  # read what this group lacks of the prompt's blocks from there
     # 32 hex digits: readers that name them wait for the blocks of this request.
     transfer_id: str | None = None
+    # Choices to go on with, by number; the others have ended elsewhere. Empty: all, from the start.
+    begun: tuple[BegunChoice, ...] = ()
+
+    def choices(self) -> dict[int, tuple[int, ...]]:
+        """The choices to compute, each with the tokens that it has already, in order of their numbers."""
+        if self.begun:
+            return {begun.choice: begun.token_ids for begun in self.begun}
+        return dict.fromkeys(range(self.num_choices), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +180,7 @@ class GroupAddress:
     role: Role
     epoch: int
     is_draining: bool = False  # finishes what it has, takes nothing new
+    is_leaving: bool = False  # as was asked for, not because it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +197,7 @@ class GroupStats:
     active_blocks: int = 0  # held by requests, and by what is read from or by other groups
     num_steps: int = 0
     step_seconds: float = 0.0  # moving mean
+    step_seconds_total: float = 0.0
     prompt_tokens_total: int = 0  # of admitted requests
     cached_tokens_total: int = 0  # of those, found in the prefix cache
     generated_tokens_total: int = 0
@@ -188,6 +206,8 @@ class GroupStats:
     finished_length_total: int = 0
     finished_error_total: int = 0
     cancelled_total: int = 0
+    first_tokens_total: int = 0  # answers that have begun here, not in another group before
+    first_token_seconds_total: float = 0.0  # of those, from acceptance to the first token
     # KV blocks read from other groups (fetches), and read by them (leases).
     kv_fetches_total: int = 0  # begun
     kv_fetched_tokens_total: int = 0  # of blocks that arrived whole

@@ -115,7 +115,7 @@ class Attempts:
         """A group is gone: what it was running for us ends with an error."""
         for attempt in list(self._attempts.values()):
             if attempt.owner is link:
-                attempt.stream.fail("group_failed", _gone(link, reason))
+                _fail(attempt.stream, link, reason)
 
     # ---- one attempt
 
@@ -197,11 +197,15 @@ class Attempts:
         if link is not attempt.target:
             attempt.target.load.on_ended(attempt.wire_id)
         if link.closed.done():
-            attempt.stream.fail("group_failed", _gone(link, link.closed.result()))
+            _fail(attempt.stream, link, link.closed.result())
 
 
-def _gone(link: GroupLink, reason: str) -> str:
-    return f"worker group {link.info.group_id} failed: {reason}"
+def _fail(stream: RequestStream, link: GroupLink, reason: str) -> None:
+    """The group that the stream comes from is gone."""
+    if link.was_stopped:
+        stream.fail("group_stopped", f"worker group {link.info.group_id} was stopped: {reason}")
+    else:
+        stream.fail("group_failed", f"worker group {link.info.group_id} failed: {reason}")
 
 
 def is_computed(chunk: TokenChunk) -> bool:

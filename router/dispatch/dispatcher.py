@@ -1,8 +1,9 @@
 """Places requests on groups and streams their tokens back: `interface.Dispatcher` over sockets.
 
 A request: rank the ready groups -> hand it over through `send`, which says who took it -> read its stream.
-Handing over fails: the next group, under a new wire id, a bounded number of times. The group dies after it
-has taken the request: an ERROR chunk for every choice that had not ended. The reader leaves: ABORT.
+Handing over fails: the next group, under a new wire id, a bounded number of times. The group ends after it
+has taken the request: it goes on in another one (`journey`), or an ERROR chunk comes for every choice that
+had not ended. The reader leaves: ABORT.
 
 What is at a group is `attempts`; a request that reads KV blocks from a second group, which may have to
 compute them first, is followed by `fetching`.
@@ -10,10 +11,12 @@ compute them first, is followed by `fetching`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +24,7 @@ from router.dispatch.attempts import Attempt, Attempts, Send
 from router.dispatch.fetching import Fetcher
 from router.dispatch.groups import CanaryFailed, GroupLimits, GroupSource, GroupTable
 from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState, Unavailable
+from router.dispatch.journey import MAX_CRASHES, Journey, Probation
 from router.dispatch.link import GroupLink
 from router.dispatch.placement import Placement, hash_prompt
 from router.routing.policy import PolicyConfig
@@ -38,6 +42,7 @@ from workers.types import (
 
 _log = logging.getLogger(__name__)
 
+_POLL_S = 0.1  # of waiting for a group
 _CANARY_PRIORITY = -1_000_000  # before all else: it asks whether the group computes, not whether it is busy
 
 
@@ -48,7 +53,11 @@ class DispatchLimits:
     max_attempts: int = 3  # groups a request is offered to
     send_timeout_s: float = 5.0  # for a group to take a request; then the next one is asked
     late_send_s: float = 60.0  # how long a handing-over that was given up may still run
+    group_wait_s: float = 0.0  # for a first group, when none is there
     max_decisions: int = 1024  # kept for `explain`
+    max_moves: int = 3  # of a request that has been taken, to another group
+    move_wait_s: float = 30.0  # after a crash, for a group to be there that goes on with it
+    stopped_wait_s: float = 2.0  # the same after a group was told to end: others are there, or none will come
     groups: GroupLimits = field(default_factory=GroupLimits)
 
 
@@ -65,12 +74,17 @@ class SocketDispatcher:
         limits: DispatchLimits | None = None,
         client_id: str | None = None,
         model_hash: str | None = None,
+        wake: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """model_hash: of the groups to use (`GroupInfo`); None: all are of one model."""
+        """model_hash: of the groups to use (`GroupInfo`); None: all are of one model. `wake` is called again
+        and again while a request waits for a group: it asks for one."""
         self.client_id = client_id or f"router-{uuid.uuid4().hex}"
         self.index = PrefixIndex(clock=clock)  # what is cached where: to read, not to change
         self._limits = limits or DispatchLimits()
+        self._wake = wake
+        self._probation = Probation()
+        self._moves: Counter[str] = Counter()  # by what came of them
         self._placement = Placement(
             index=self.index,
             policy=policy or PolicyConfig(),
@@ -118,6 +132,18 @@ class SocketDispatcher:
         await self._table.stop()
         await self._attempts.stop()
 
+    async def available(self, timeout_s: float) -> None:
+        """See `Dispatcher.available`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._can_answer():
+                    if self._wake is not None:
+                        self._wake()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            message = f"No worker group was there within {timeout_s:g} s."
+            raise Unavailable(message, code="no_ready_group", retry_after_s=5.0) from None
+
     def groups(self) -> Sequence[GroupState]:
         """All groups known now, ready or not."""
         return self._table.states()
@@ -130,20 +156,38 @@ class SocketDispatcher:
         """See `Dispatcher.fetch_counts`."""
         return self._fetcher.counts
 
+    def move_counts(self) -> Counter[str]:
+        """Requests whose group ended, by what became of them: moved, no_group, given_up."""
+        return self._moves.copy()
+
     def explain(self, request_id: RequestId) -> Decision | None:
         """See `Dispatcher.explain`. The last `max_decisions` requests are remembered."""
         return self._placement.explain(request_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See `Dispatcher.generate`."""
-        attempt = await self._place(request)
-        stream = attempt.stream
-        try:
-            while stream.has_pending or not stream.is_finished:
-                for chunk in await stream.take():
+        journey = Journey(request)
+        attempt = await self._place_first(request, journey)
+        while True:
+            stream = attempt.stream
+            try:
+                while stream.has_pending or not stream.is_finished:
+                    for chunk in await stream.take():
+                        if (shown := journey.take(chunk)) is not None:
+                            self._heard(journey, attempt)
+                            yield shown
+            finally:
+                self._probation.over(journey)
+                self._attempts.finish(attempt)
+            if journey.is_over:
+                return
+            journey.end_of_group(attempt)
+            try:
+                attempt = await self._move(journey, request.request_id)
+            except Unavailable as error:
+                for chunk in journey.give_up(error.message):
                     yield chunk
-        finally:
-            self._attempts.finish(attempt)
+                return
 
     # ---- from the links
 
@@ -161,11 +205,60 @@ class SocketDispatcher:
     def _ready(self) -> dict[GroupId, GroupLink]:
         return {link.info.group_id: link for link in self._table.ready_links()}
 
-    async def _place(self, request: GenerateRequest) -> Attempt:
-        """Finds a group that takes the request. Raises Unavailable."""
+    def _heard(self, journey: Journey, attempt: Attempt) -> None:
+        """The group has sent something of the request: it has not died of it."""
+        self._probation.over(journey)
+        if attempt.owner is not None and attempt.owner.suspect == attempt.wire_id:
+            attempt.owner.suspect = None
+
+    async def _move(self, journey: Journey, request_id: RequestId) -> Attempt:
+        """Places a request again whose group has ended. Raises Unavailable when it cannot go on."""
+        if journey.num_crashes >= MAX_CRASHES or journey.num_moves >= self._limits.max_moves:
+            self._moves["given_up"] += 1
+            raise Unavailable(f"it has been moved {journey.num_moves} times")
+        wait_s = self._limits.stopped_wait_s if journey.was_stopped else self._limits.move_wait_s
+        try:
+            async with asyncio.timeout(wait_s), self._probation.turn(journey):
+                attempt = await self._place_again(journey)
+        except TimeoutError:
+            self._moves["no_group"] += 1
+            raise Unavailable(f"no other group could go on within {wait_s:g} s") from None
+        self._moves["moved"] += 1
+        if journey.is_suspect and attempt.owner is not None:
+            attempt.owner.suspect = attempt.wire_id
+        group_id = attempt.owner.info.group_id if attempt.owner is not None else None
+        _log.warning("request %s goes on in group %s", request_id, group_id)
+        return attempt
+
+    def _can_answer(self) -> bool:
+        return any(link.info.role is not Role.PREFILL for link in self._table.ready_links())
+
+    async def _place_first(self, request: GenerateRequest, journey: Journey) -> Attempt:
+        """The first placement, which may wait for a group when none is there. Raises Unavailable."""
+        try:
+            return await self._place(request)
+        except Unavailable:
+            if self._can_answer() or not self._limits.group_wait_s:
+                raise
+        await self.available(self._limits.group_wait_s)
+        journey.num_askings += 1
+        return await self._place(request, 1 + journey.num_askings * self._limits.max_attempts)
+
+    async def _place_again(self, journey: Journey) -> Attempt:
+        """Asks until a group takes it; each asking has wire ids of its own, which groups may have aborted."""
+        request = journey.move()
+        while True:
+            journey.num_askings += 1
+            try:
+                return await self._place(request, 1 + journey.num_askings * self._limits.max_attempts)
+            except Unavailable:
+                await asyncio.sleep(_POLL_S)
+
+    async def _place(self, request: GenerateRequest, first: int = 1) -> Attempt:
+        """Finds a group that takes the request. `first` numbers its attempts. Raises Unavailable."""
         tried: set[GroupId] = set()
         refusal: Unavailable | None = None
-        for number in range(1, self._limits.max_attempts + 1):
+        for number in range(first, first + self._limits.max_attempts):
             chains = await hash_prompt(request, {link.info.block_size for link in self._table.ready_links()})
             ready = self._ready()
             prefill = {key: link for key, link in ready.items() if link.info.role is Role.PREFILL}
@@ -178,7 +271,9 @@ class SocketDispatcher:
             attempt = self._attempts.open(request, wire_id, best)
             try:
                 self._placement.charge(decision, wire_id, chains, best)
-                source = self._fetcher.begin(attempt, request, decision, chains)
+                source = None
+                if 0 in request.choices():  # the one whose first chunk tells what was read
+                    source = self._fetcher.begin(attempt, request, decision, chains)
                 order = list(dict.fromkeys(choice.group_id for choice in decision.ranked))
                 await self._attempts.offer(attempt, replace(request, kv_source=source), order)
             except Exception as error:  # whatever the transport raises: this group does not have it

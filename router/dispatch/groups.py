@@ -275,6 +275,7 @@ def _state(follower: _Follower) -> GroupState:
             stats=link.load.stats,
             is_ready=link.is_ready and follower.is_eligible,
             role=address.role,
+            is_leaving=address.is_leaving,
         )
     return GroupState(
         group_id=address.group_id,
@@ -283,4 +284,5 @@ def _state(follower: _Follower) -> GroupState:
         stats=GroupStats(),
         is_ready=False,
         role=address.role,
+        is_leaving=address.is_leaving,
     )

@@ -34,6 +34,7 @@ class GroupState:
     stats: GroupStats
     is_ready: bool  # connected, and a real token has come from it in this epoch
     role: Role = Role.UNIFIED
+    is_leaving: bool = False  # it was told to end, and finishes what it has
 
     @property
     def can_answer(self) -> bool:
@@ -101,6 +102,10 @@ class Dispatcher(Protocol):
         Closing the generator early cancels the request on its group. Raises Unavailable before the first
         chunk when no group can take it. A group that dies later shows as chunks with FinishReason.ERROR.
         """
+        ...
+
+    async def available(self, timeout_s: float) -> None:
+        """Returns when a group is there that answers. Raises Unavailable after the time."""
         ...
 
     def groups(self) -> Sequence[GroupState]:

@@ -79,6 +79,8 @@ class GroupLink:
         self._awaits_snapshot = True
         self._aborted: OrderedDict[RequestId, None] = OrderedDict()
         self._goodbye: str | None = None
+        self.suspect: RequestId | None = None  # a request that is tried here, see `journey`
+        self.was_stopped = False  # the group has said that it ends as planned
         self._timer: asyncio.TimerHandle | None = None
         self._silence = SilenceCheck(limits.check_period_s)
         self.closed: asyncio.Future[str] = self._loop.create_future()  # the reason
@@ -146,7 +148,7 @@ class GroupLink:
             case Welcome():
                 self._welcome(message.info)
             case Goodbye():
-                self._goodbye = message.reason
+                self._goodbye, self.was_stopped = message.reason, message.is_planned
             case _:
                 raise WireError(f"a group does not send {type(message).__name__}")
 

@@ -22,7 +22,8 @@ class RequestStream:
     def __init__(self, request: GenerateRequest) -> None:
         self.was_cut = False  # ended here, not by the group: it must be told to stop
         self._shown_id = request.request_id  # in the chunks that the reader gets, whatever the wire id
-        self._room = dict.fromkeys(range(request.num_choices), max(request.sampling.max_tokens, 0))
+        most = max(request.sampling.max_tokens, 0)
+        self._room = {choice: most - len(begun) for choice, begun in request.choices().items()}
         self._merge_above = _MERGE_AFTER + request.num_choices
         self._pending: list[TokenChunk] = []
         self._num_values = 0

@@ -198,7 +198,12 @@ class _Routes:
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
         max_s = self._max_s(request)
-        work = await prepare(await self._body(request), request.state.request_id, request.state.caller)
+        body_tree, caller = await self._body(request), request.state.caller
+        if not self._service.has_group:
+            came_s = time.monotonic()
+            await unless_left(self._service.await_group(caller), request.receive, max_s=max_s)
+            max_s = max(max_s - (time.monotonic() - came_s), 0.001)
+        work = await prepare(body_tree, request.state.request_id, caller)
         if not work.stream:
             body = await unless_disconnected(self._service.complete(work), request.receive, max_s=max_s)
             return Response(body, media_type="application/json")

@@ -11,7 +11,7 @@ from router.api.auth import Caller
 from router.api.errors import invalid, model_not_found
 from router.api.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.api.sampling_defaults import with_defaults
-from router.dispatch.interface import Dispatcher
+from router.dispatch.interface import Dispatcher, Unavailable
 from router.serving.explain import explanation
 from router.serving.generation import Generation
 from router.serving.prepare import Arrival, Preparer
@@ -67,18 +67,42 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether new requests are taken, by at least one group that answers, and every group known has given
-        a real token in its present epoch."""
-        groups = self._dispatcher.groups()
+        a real token in its present epoch. One that was told to leave does not count. Where requests may wait
+        for the first group, none need be there."""
+        groups = [group for group in self._dispatcher.groups() if not group.is_leaving]
         return (
-            any(group.can_answer for group in groups)
+            (any(group.can_answer for group in groups) or self._waits_for_groups)
             and all(group.is_ready for group in groups)
             and not self.admission.is_draining
         )
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a request could be answered: at least one group that does is ready."""
-        return any(group.is_ready and group.can_answer for group in self._dispatcher.groups())
+        """Whether a request could be answered: at least one group that does is ready, or one may come."""
+        return self._waits_for_groups or any(
+            group.is_ready and group.can_answer for group in self._dispatcher.groups()
+        )
+
+    @property
+    def _waits_for_groups(self) -> bool:
+        return self._settings.group_wait_s > 0
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the model's limits are known: a group that answers has said what it is."""
+        return bool(self._models())
+
+    async def await_group(self, caller: Caller) -> None:
+        """Returns when `has_group`, as a queued request: bounded as those are. Raises ApiError."""
+        if self.has_group or not self._waits_for_groups:
+            return
+        with self.admission.admit(caller.tenant, 0):
+            try:
+                await self._dispatcher.available(self._settings.group_wait_s)
+            except Unavailable as error:
+                raise self.admission.unavailable(
+                    error.message, code=error.code, retry_after_s=error.retry_after_s
+                ) from None
 
     def start_draining(self) -> None:
         """Refuse new requests from now on; running ones go on."""

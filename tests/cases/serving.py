@@ -74,6 +74,9 @@ class LocalDispatcher:
             ),
         )
 
+    async def available(self, timeout_s: float) -> None:
+        """The engine is there."""
+
     def pairs(self) -> Sequence[PairState]:
         return self.known_pairs
 

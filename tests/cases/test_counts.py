@@ -44,6 +44,9 @@ class TwoEngines:
         async for chunk in engine.generate(request):
             yield chunk
 
+    async def available(self, timeout_s: float) -> None:
+        """See `Dispatcher`."""
+
     def groups(self) -> Sequence[GroupState]:
         """See `Dispatcher`."""
         return [state for engine in self.engines for state in engine.groups()]

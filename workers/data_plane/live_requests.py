@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from workers.types import RequestId, TokenChunk
@@ -12,6 +13,7 @@ from workers.types import RequestId, TokenChunk
 class _Live:
     client_id: str
     unfinished: set[int]  # choices
+    came_s: float | None  # None: its first token has come, or is not to be timed
 
 
 class LiveRequests:
@@ -25,6 +27,8 @@ class LiveRequests:
         self._live: dict[RequestId, _Live] = {}
         self._of_client: dict[str, set[RequestId]] = {}
         self._early_aborts: OrderedDict[RequestId, None] = OrderedDict()
+        self.first_tokens_total = 0
+        self.first_token_seconds_total = 0.0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -32,10 +36,12 @@ class LiveRequests:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._live
 
-    def add(self, request_id: RequestId, num_choices: int, client_id: str) -> None:
-        """The client reads this request from now on."""
+    def add(
+        self, request_id: RequestId, choices: Iterable[int], client_id: str, came_s: float | None = None
+    ) -> None:
+        """The client reads this request from now on. `came_s`: when, for the time to its first token."""
         assert request_id not in self._live
-        self._live[request_id] = _Live(client_id, set(range(num_choices)))
+        self._live[request_id] = _Live(client_id, set(choices), came_s)
         self._of_client.setdefault(client_id, set()).add(request_id)
 
     def reader(self, request_id: RequestId) -> str | None:
@@ -43,11 +49,15 @@ class LiveRequests:
         live = self._live.get(request_id)
         return live.client_id if live is not None else None
 
-    def pass_on(self, chunk: TokenChunk) -> str | None:
+    def pass_on(self, chunk: TokenChunk, now_s: float) -> str | None:
         """The reader of a chunk. With the last chunk of the last choice the request is over."""
         live = self._live.get(chunk.request_id)
         if live is None:
             return None
+        if live.came_s is not None and chunk.token_ids:
+            self.first_tokens_total += 1
+            self.first_token_seconds_total += now_s - live.came_s
+            live.came_s = None
         if chunk.finish_reason is not None:
             live.unfinished.discard(chunk.choice)
             if not live.unfinished:

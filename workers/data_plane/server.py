@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from workers.data_plane.block_log import BlockLog
@@ -144,7 +144,7 @@ class StreamServer:
         self._wake()  # outputs from before the start
         return host, int(self._server.sockets[0].getsockname()[1])
 
-    async def stop(self, reason: str) -> None:
+    async def stop(self, reason: str, *, is_planned: bool = False) -> None:
         """Aborts every request, says goodbye and closes. May be called twice."""
         if self._server is None:
             return
@@ -156,7 +156,7 @@ class StreamServer:
             await asyncio.gather(self._heartbeat, return_exceptions=True)
         if self._stats_timer is not None:
             self._stats_timer.cancel()
-        self._dismiss_all(reason)
+        self._dismiss_all(reason, is_planned=is_planned)
         self._is_stopped = True
 
     @property
@@ -195,14 +195,21 @@ class StreamServer:
         self._is_woken = False  # before taking, so that an output that comes now wakes us again
         events: list[BlockEvent] = []
         chunks: dict[str, list[TokenChunk]] = {}
+        assert self._loop is not None
+        now_s = self._loop.time()
         while self._outputs:
             output = self._outputs.popleft()
             events += output.events
             self._stats = output.stats
             self._failure = self._failure or output.failure
             for chunk in output.chunks:
-                if (reader := self._requests.pass_on(chunk)) is not None:
+                if (reader := self._requests.pass_on(chunk, now_s)) is not None:
                     chunks.setdefault(reader, []).append(chunk)
+        self._stats = replace(
+            self._stats,
+            first_tokens_total=self._requests.first_tokens_total,
+            first_token_seconds_total=self._requests.first_token_seconds_total,
+        )
         self._write(self._blocks.take(events), chunks)
         if self._failure is not None:
             self._dismiss_all(self._failure)
@@ -333,7 +340,8 @@ class StreamServer:
             refusal = "invalid_value", f"num_choices is {request.num_choices}, allowed: 1 to {MAX_CHOICES}"
         if refusal is not None:
             return Refused(request_id=request.request_id, code=refusal[0], message=refusal[1])
-        self._requests.add(request.request_id, request.num_choices, submit.client_id)
+        came_s = None if request.begun or self._loop is None else self._loop.time()
+        self._requests.add(request.request_id, request.choices(), submit.client_id, came_s)
         self._engine.submit(request)
         return Accepted(request_id=request.request_id)
 
@@ -391,9 +399,9 @@ class StreamServer:
                 if silent_s > self._limits.dead_after_s and may_judge:
                     client.channel.drop(f"silent for {silent_s:.1f} s")
 
-    def _dismiss_all(self, reason: str) -> None:
+    def _dismiss_all(self, reason: str, *, is_planned: bool = False) -> None:
         for client in list(self._connections.values()):
             self._leave(client)
             if client.client_id is not None:
-                client.channel.send(Goodbye(reason=reason))
+                client.channel.send(Goodbye(reason=reason, is_planned=is_planned))
             client.channel.close(reason)

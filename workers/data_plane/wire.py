@@ -39,7 +39,7 @@ from msgspec import Meta
 from workers.hashing import BlockHash
 from workers.types import BlockEvent, GenerateRequest, GroupInfo, GroupStats, KVSource, RequestId, TokenChunk
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 NONCE_BYTES: Final = 32
 MAX_FRAME_BYTES: Final = 32 << 20  # length field of a frame: prompt log-probabilities are the largest
 MAX_GREETING_BYTES: Final = 4 << 10  # until a peer has shown that it knows the secret
@@ -170,6 +170,7 @@ class Goodbye:
     """The server closes the connection."""
 
     reason: str
+    is_planned: bool = False  # the group was told to end; nothing is wrong with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,10 @@ class GroupDirectoryActor:
         self._touch()
         self._directory.snapshots.publish(snapshot)
 
+    async def note_scaling(self, decision: str) -> None:
+        """Keep the last decision of autoscaling, JSON. Not a call that keeps the directory alive."""
+        self._directory.scaling = decision
+
     async def snapshots(self) -> tuple[HeldSnapshot, ...]:
         """See `SnapshotTable.held`."""
         self._touch()

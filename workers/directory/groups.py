@@ -8,7 +8,8 @@ Routers ask for the list with the version they have and get an answer when it ch
 They keep what they know when the directory is away. The directory holds nothing that its fronts do not
 know: when it dies, the next renewal makes a new one and every front registers again.
 
-Beside the groups it keeps the routers' latest counts (`snapshots`): all routers reach it already.
+Beside the groups it keeps the routers' latest counts (`snapshots`), which all routers reach already, and what
+autoscaling decided last.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class GroupListing:
     directory_id: str  # new for every start of a directory: versions of two starts do not compare
     version: int
     entries: tuple[GroupEntry, ...]
+    scaling: str = ""  # the last decision of autoscaling, JSON; empty: there is none
 
 
 class GroupDirectory:
@@ -70,6 +72,7 @@ class GroupDirectory:
         self._expires: dict[GroupId, float] = {}
         self._failures: Counter[str] = Counter()  # by pool
         self._version = 0
+        self.scaling = ""  # see `GroupListing`; changes of it are no news
         self.snapshots = SnapshotTable(clock=clock)
 
     def register(self, entry: GroupEntry) -> None:
@@ -112,7 +115,9 @@ class GroupDirectory:
         entries = tuple(
             replace(entry, restarts=self._failures[entry.pool]) for _, entry in sorted(self._entries.items())
         )
-        return GroupListing(directory_id=self._id, version=self._version, entries=entries)
+        return GroupListing(
+            directory_id=self._id, version=self._version, entries=entries, scaling=self.scaling
+        )
 
     def _drop(self, group_id: GroupId) -> None:
         del self._entries[group_id]

@@ -89,6 +89,7 @@ class Engine:
         self._is_stalled = False  # the last step found nothing to do, and nothing has happened since
         self._num_arrived = 0
         self._step_seconds = 0.0
+        self._step_seconds_total = 0.0
         self._num_generated = 0
         # Requests, by the reason of the choice that ended last.
         self._num_ended = dict.fromkeys(FinishReason, 0)
@@ -105,7 +106,10 @@ class Engine:
         self._num_arrived += 1
         block_size = self._block_size if self._prefix_reuse else None
         parent = RequestState(request, limits=self._limits, arrival=self._num_arrived, block_size=block_size)
-        sequences = [Sequence(parent, choice) for choice in range(request.num_choices)]
+        sequences = [Sequence(parent, choice, begun) for choice, begun in request.choices().items()]
+        if block_size is not None:
+            for sequence in sequences:
+                sequence.hash_begun(block_size)
         self._requests[request.request_id] = sequences
         self._scheduler.add(sequences)
         self._is_stalled = False
@@ -225,6 +229,7 @@ class Engine:
             active_blocks=pool.num_active,
             num_steps=scheduler.num_steps,
             step_seconds=self._step_seconds,
+            step_seconds_total=self._step_seconds_total,
             prompt_tokens_total=scheduler.prompt_tokens_total,
             cached_tokens_total=scheduler.cached_tokens_total,
             generated_tokens_total=self._num_generated,
@@ -383,6 +388,7 @@ class Engine:
                 self._exchange.leases.request_ended(request.transfer_id)
 
     def _note_duration(self, seconds: float) -> None:
+        self._step_seconds_total += seconds
         if self._scheduler.num_steps == 1:
             self._step_seconds = seconds
         else:

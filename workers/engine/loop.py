@@ -215,6 +215,8 @@ class EngineLoop:
 
 def _refusal(request: GenerateRequest, code: str, message: str) -> list[TokenChunk]:
     """One error per choice that the sender waits for."""
+    if request.begun:
+        return [error_chunk(request.request_id, begun.choice, code, message) for begun in request.begun]
     num = request.num_choices
     num_choices = num if type(num) is int and 1 <= num <= MAX_CHOICES else 1
     return [error_chunk(request.request_id, choice, code, message) for choice in range(num_choices)]

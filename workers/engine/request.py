@@ -66,7 +66,7 @@ class RequestState:
             self.prompt_hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)
         self.is_admitted = False  # a choice has had blocks
         self.fetch: Fetch | None = None  # blocks from another group, until it is admitted
-        self.num_unfinished = request.num_choices
+        self.num_unfinished = len(request.choices())
 
 
 def _end_ids(sampling: SamplingParams, limits: EngineLimits) -> frozenset[int]:
@@ -81,6 +81,7 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
     """
     _check_prompt(request.prompt_token_ids, limits)
     _check_int("n", request.num_choices, 1, MAX_CHOICES)
+    _check_begun(request, limits)
     _check_int("priority", request.priority, -_INT64, _INT64 - 1)
     if not isinstance(request.cache_salt, str):
         raise _refused("cache_salt", request.cache_salt, "text")
@@ -96,6 +97,20 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
             code="context_length_exceeded",
             param="max_tokens" if prompt < limits.max_model_len else "prompt",
         )
+
+
+def _check_begun(request: GenerateRequest, limits: EngineLimits) -> None:
+    last = -1
+    for index, begun in enumerate(request.begun):
+        _check_int(f"begun[{index}].choice", begun.choice, last + 1, request.num_choices - 1)
+        last = begun.choice
+        _check_token_ids(f"begun[{index}].token_ids", begun.token_ids, limits)
+        most = max(request.sampling.max_tokens - 1, 0)
+        if len(begun.token_ids) > most:
+            raise RequestRefused(
+                f"begun[{index}] has {len(begun.token_ids)} tokens: one that goes on has at most {most}.",
+                param="begun",
+            )
 
 
 def is_transfer_id(value: object) -> TypeGuard[str]:

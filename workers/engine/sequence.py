@@ -8,7 +8,8 @@
     tokens
 
 Preemption drops the blocks and sets num_computed to 0; tokens, hashes and prompt scores stay, and computing
-the tokens again brings the sequence to where it was.
+the tokens again brings the sequence to where it was. A choice that another group has begun is taken up in the
+same way: its tokens are there, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Sequence:
         "waits_for",
     )
 
-    def __init__(self, parent: RequestState, choice: int) -> None:
+    def __init__(self, parent: RequestState, choice: int, begun: Tokens[int] = ()) -> None:
+        """`begun`: tokens that another group has made for it."""
         request = parent.request
         self.parent = parent
         self.choice = choice
@@ -63,7 +65,7 @@ class Sequence:
         self.prompt = request.prompt_token_ids
         self.prompt_len = len(request.prompt_token_ids)
         self.max_num_tokens = parent.max_num_tokens
-        self.output: list[int] = []
+        self.output: list[int] = list(begun)
         self.state = SequenceState.WAITING
         self.num_computed = 0
         self.num_sealed = 0
@@ -133,6 +135,11 @@ class Sequence:
             parent = self.hashes[index - 1] if index else root_hash(self.parent.request.cache_salt)
             self.hashes.append(chain_hash(parent, self.tokens(index * block_size, (index + 1) * block_size)))
         return self.hashes[index]
+
+    def hash_begun(self, block_size: int) -> None:
+        """Names the full blocks of what another group has begun, to be found in the prefix cache."""
+        for index in range(len(self.hashes), self.num_tokens // block_size):
+            self.hash_of_block(index, block_size)
 
     def append(self, token_id: int) -> None:
         """The token that was sampled after the last computed one."""

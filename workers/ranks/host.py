@@ -121,7 +121,7 @@ class LeaderHost:
 
     async def stop(self, reason: str) -> None:
         """End requests with the reason, then the engine, then the exchange, then the other ranks."""
-        await self._dismiss(reason)
+        await self._dismiss(reason, is_planned=True)
         if self._exchange is not None:
             await self._exchange.disconnect()
         if self._engine_loop is not None:
@@ -174,10 +174,10 @@ class LeaderHost:
         asyncio.run_coroutine_threadsafe(self._dismiss(reason), self._asyncio_loop)
         self._end_process(reason)
 
-    async def _dismiss(self, reason: str) -> None:
+    async def _dismiss(self, reason: str, *, is_planned: bool = False) -> None:
         self._end(reason)
         if self._server is not None:
-            await self._server.stop(reason)
+            await self._server.stop(reason, is_planned=is_planned)
 
     def _end(self, reason: str) -> None:
         if not self._ended.done():

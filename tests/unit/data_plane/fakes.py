@@ -42,6 +42,8 @@ BLOCK_SIZE = 4
 
 FAST = DispatchLimits(
     send_timeout_s=0.5,
+    move_wait_s=1.0,
+    stopped_wait_s=0.5,
     groups=GroupLimits(
         poll_s=0.02,
         source_timeout_s=1.0,
@@ -100,10 +102,29 @@ def expected_tokens(prompt: Sequence[int], choice: int, count: int) -> list[int]
     return [(sum(prompt) * 31 + choice * 1000 + position) % 100_000 for position in range(count)]
 
 
-@dataclass
 class _Running:
-    request: GenerateRequest
-    num_done: int = 0
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.num_done = {choice: len(begun) for choice, begun in request.choices().items()}
+
+    def advance(self) -> list[TokenChunk]:
+        """The next token of every choice that goes on."""
+        request, chunks = self.request, []
+        for choice, position in list(self.num_done.items()):
+            ends = position + 1 >= request.sampling.max_tokens
+            chunks.append(
+                TokenChunk(
+                    request_id=request.request_id,
+                    choice=choice,
+                    token_ids=(expected_tokens(request.prompt_token_ids, choice, position + 1)[-1],),
+                    finish_reason=FinishReason.LENGTH if ends else None,
+                )
+            )
+            if ends:
+                del self.num_done[choice]
+            else:
+                self.num_done[choice] += 1
+        return chunks
 
 
 class FakeEngine:
@@ -159,8 +180,8 @@ class FakeEngine:
         with self._lock:
             chunks = []
             for request_id, running in list(self.running.items()):
-                chunks += self._advance(running)
-                if running.num_done >= running.request.sampling.max_tokens:
+                chunks += running.advance()
+                if not running.num_done:
                     del self.running[request_id]
             self.num_steps += 1
             output = StepOutput(
@@ -188,20 +209,6 @@ class FakeEngine:
         while not self._stop.wait(step_s):
             if (self.running or self._pending) and not self.is_paused:
                 self.step()
-
-    def _advance(self, running: _Running) -> list[TokenChunk]:
-        request, position = running.request, running.num_done
-        running.num_done += 1
-        ends = running.num_done >= request.sampling.max_tokens
-        return [
-            TokenChunk(
-                request_id=request.request_id,
-                choice=choice,
-                token_ids=(expected_tokens(request.prompt_token_ids, choice, position + 1)[-1],),
-                finish_reason=FinishReason.LENGTH if ends else None,
-            )
-            for choice in range(request.num_choices)
-        ]
 
     def _store(self, hashes: list[BlockHash]) -> None:
         self.cached |= set(hashes)

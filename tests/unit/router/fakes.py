@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.build import build_service
-from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState
+from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState, Unavailable
 from router.http.app import create_app
 from router.serving.service import Service
 from router.settings import RouterSettings
@@ -126,6 +126,7 @@ class FakeDispatcher:
     decisions: dict[RequestId, Decision] = field(default_factory=dict)
     known_pairs: Sequence[PairState] = ()
     fetches: FetchCounts = field(default_factory=FetchCounts)
+    comes: asyncio.Event | None = None  # set: a group is there, READY
     num_open: int = 0
     num_cancelled: int = 0
 
@@ -147,6 +148,15 @@ class FakeDispatcher:
         finally:
             self.num_open -= 1
             self.num_cancelled += not complete
+
+    async def available(self, timeout_s: float) -> None:
+        """router.dispatch.interface.Dispatcher."""
+        assert self.comes is not None
+        try:
+            await asyncio.wait_for(self.comes.wait(), timeout_s)
+        except TimeoutError:
+            raise Unavailable("No worker group was there.", code="no_ready_group") from None
+        self.states = (READY,)
 
     def explain(self, request_id: RequestId) -> Decision | None:
         """router.dispatch.interface.Dispatcher."""

@@ -159,29 +159,22 @@ def test_leaving_before_the_first_token_frees_it_too() -> None:
     with_cluster(test)
 
 
-def test_a_dead_group_ends_its_streams_with_an_error_and_spares_the_others() -> None:
+def test_a_dead_group_spares_the_others_and_its_streams_go_on_there() -> None:
     async def test(groups: Cluster) -> None:
         a = await groups.add_group("a")
         router = await groups.add_router()
-        doomed = asyncio.create_task(collect(router, request("r", max_tokens=10**6, num_choices=2)))
+        moved = asyncio.create_task(collect(router, request("r", max_tokens=300, num_choices=2)))
         await until(lambda: "r" in a.engine.running)
+        a.engine.is_paused = True
         b = await groups.add_group("b")
         await until(lambda: sum(state.is_ready for state in router.groups()) == 2)
-        a.engine.is_paused = True
         groups.refuse.add("a")
         spared = await collect(router, request("s", max_tokens=5))
         assert tokens(spared) == expected_tokens([1, 2, 3], 0, 5)
         a.engine.step(failure="rank 1 was killed by signal 9")
-        chunks = await doomed
-        ends = [chunk for chunk in chunks if chunk.finish_reason is not None]
-        assert [(c.choice, c.finish_reason, c.error_code) for c in ends] == [
-            (0, FinishReason.ERROR, "group_failed"),
-            (1, FinishReason.ERROR, "group_failed"),
-        ]
-        assert ends[0].error == "worker group a failed: rank 1 was killed by signal 9"
+        chunks = await moved
         for choice in (0, 1):
-            got = tokens(chunks, choice)
-            assert got == expected_tokens([1, 2, 3], choice, len(got))
+            assert tokens(chunks, choice) == expected_tokens([1, 2, 3], choice, 300)
         assert [state.is_ready for state in router.groups()] == [False, True]
         assert b.engine.aborted == []
 
