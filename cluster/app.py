@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from cluster import embedded
 from cluster.config import parse_config
 from cluster.config_tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
 from cluster.file_checks import key_problems, open_model
+from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
 from cluster.problems import ConfigError, Problem
+from cluster.scaling.told import told_numbers
 from router.deployment import Router, RouterStart
 from workers.config import ModelConfig
 from workers.group import FrontSettings, WorkerGroup
@@ -76,11 +78,14 @@ def assemble(config: TandemConfig, model: ModelConfig, model_hash: str) -> Appli
         graceful_shutdown_timeout_s=longest_drain_s + _STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    groups = {name: _pool(name, pool, model, config) for name, pool in pools.items()}
+    told = told_numbers(config.scaling, _step_cost(config))
+    groups = {name: _pool(name, pool, model, config, told) for name, pool in pools.items()}
     return deployment(Router).bind(start, groups)
 
 
-def _pool(name: str, pool: PoolConfig, model: ModelConfig, config: TandemConfig) -> Application:
+def _pool(
+    name: str, pool: PoolConfig, model: ModelConfig, config: TandemConfig, told: Mapping[str, float]
+) -> Application:
     """The deployment of a pool: a replica is the front of one group, in the group's placement group."""
     settings = FrontSettings(
         pool=name,
@@ -89,6 +94,7 @@ def _pool(name: str, pool: PoolConfig, model: ModelConfig, config: TandemConfig)
         on_loopback=config.network.interface == "loopback",
         start_timeout_s=pool.start_timeout_s,
         drain_timeout_s=pool.drain_timeout_s,
+        scaling=told,
     )
     deployment = serve.deployment(
         name=name,
@@ -104,6 +110,17 @@ def _pool(name: str, pool: PoolConfig, model: ModelConfig, config: TandemConfig)
         graceful_shutdown_wait_loop_s=0.2,
     )
     return deployment(WorkerGroup).bind(settings)
+
+
+def _step_cost(config: TandemConfig) -> StepCost:
+    """What autoscaling reckons with. Raises ConfigError."""
+    file = config.scaling.step_cost
+    if file is None:
+        return SMOLLM2_ON_SMALL_CPU
+    try:
+        return StepCost.load(Path(file))
+    except StepCostError as error:
+        raise ConfigError([Problem(path="scaling.step_cost", message=str(error), got=repr(file))]) from error
 
 
 def _located(model: ModelConfig) -> ModelConfig:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cluster.scaling.targets import ScalingTargets
 from router.routing.policy import PlacementPolicy, PolicyConfig
 from router.settings import RouterSettings
 from workers.config import (
@@ -139,5 +140,6 @@ class TandemConfig(BaseModel):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig(path=EMBEDDED_MODEL))
     pools: PoolsConfig = Field(default_factory=PoolsConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
+    scaling: ScalingTargets = Field(default_factory=ScalingTargets)  # of pools with autoscaling_config
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)

@@ -1,4 +1,4 @@
-"""Prints what the group directories of a cluster hold, a JSON list as its last line. A program of its own.
+"""Prints what the group directories of a cluster hold, JSON as its last line. A program of its own.
 
 Ray reads whether a cluster wants a token from the environment while it is imported, and a driver's messages
 go where they please; a child process with its own environment keeps both away from the caller.
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from cluster.serve_api import read_token
-from workers.directory.groups import GroupEntry
+from workers.directory.groups import GroupEntry, GroupListing
 
 _TIMEOUT_S = 20.0
 
@@ -27,7 +27,14 @@ class ProbeError(RuntimeError):
 
 
 def read_entries(gcs_address: str, applications: Sequence[str]) -> list[GroupEntry]:
-    """The entries of all groups of the applications; none for one that has no directory.
+    """The entries of all groups of the applications. See `read_directories`."""
+    return [
+        entry for listing in read_directories(gcs_address, applications).values() for entry in listing.entries
+    ]
+
+
+def read_directories(gcs_address: str, applications: Sequence[str]) -> dict[str, GroupListing]:
+    """What the directory of each application lists; one that has no directory is left out.
 
     `gcs_address`: Ray's own address; empty: RAY_ADDRESS, or the cluster Ray finds on this machine.
     """
@@ -46,7 +53,7 @@ def read_entries(gcs_address: str, applications: Sequence[str]) -> list[GroupEnt
         raise ProbeError(f"Ray at {address} cannot be asked: {lines[-1][:300] if lines else 'no message'}")
     try:
         # Ray may write lines of its own before.
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[GroupEntry])
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=dict[str, GroupListing])
     except (IndexError, msgspec.MsgspecError) as error:
         raise ProbeError(f"Ray at {address} cannot be asked: the answer is not readable ({error})") from error
 
@@ -66,16 +73,15 @@ def main(arguments: Sequence[str]) -> int:
         # On a cluster that knows this machine by its loopback address, we must go by that name too.
         _node_ip_address="127.0.0.1" if is_local else None,
     )
-    entries: list[GroupEntry] = []
+    listings: dict[str, GroupListing] = {}
     for application in applications:
         try:
             directory: Any = ray.get_actor(directory_name(application), namespace=NAMESPACE)
         except ValueError:  # no group of this application has registered yet
             continue
-        listing = ray.get(directory.listing.remote(None, 0.0), timeout=_TIMEOUT_S / 2)
-        entries += listing.entries
+        listings[application] = ray.get(directory.listing.remote(None, 0.0), timeout=_TIMEOUT_S / 2)
     ray.shutdown()
-    print(msgspec.json.encode(entries).decode())
+    print(msgspec.json.encode(listings).decode())
     return 0
 
 

@@ -1,7 +1,7 @@
 """What runs on a cluster, joined from the three places that know a part of it.
 
     Serve's controller   deployments and replicas: state, node, age, what is wanted, what went wrong
-    group directory      groups: phase, reason, restarts, process ids of the ranks
+    group directory      groups: phase, reason, restarts, process ids of the ranks; how pools are scaled
     router's /metrics    load: running, waiting, KV blocks; pairs of which one has read blocks of the other
 
 Each may be away: a row then has None where nobody could say. Pure: everything comes as arguments.
@@ -9,8 +9,9 @@ Each may be away: a row then has None where nobody could say. Pure: everything c
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -20,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.telemetry.group_metrics import KV_BLOCKS, RUNNING, WAITING
 from router.telemetry.metric_spec import PREFIX
 from router.telemetry.metrics import KV_PAIR_FAILURES, KV_PAIR_RATE, KV_PAIR_READS
-from workers.directory.groups import GroupEntry, GroupPhase
+from workers.directory.groups import GroupEntry, GroupListing, GroupPhase
 
 # Serve's replica states, in our words.
 _REPLICA_STATES = {
@@ -114,6 +115,7 @@ class ApplicationStatus:
     deployed_at: float | None
     rows: tuple[GroupRow, ...]
     pairs: tuple[PairRow, ...] = ()
+    scaling: Mapping[str, Any] | None = None  # the last decision of autoscaling, see `cluster.scaling`
 
 
 def parse_loads(metrics_text: str) -> dict[str, ReportedLoad]:
@@ -149,20 +151,22 @@ def parse_pairs(metrics_text: str) -> list[PairRow]:
 
 def application_statuses(
     details: Mapping[str, Any],
-    entries: Iterable[GroupEntry],
+    directories: Mapping[str, GroupListing],
     loads: Mapping[str, ReportedLoad],
     pairs: Sequence[PairRow] = (),
     *,
     now: float,
 ) -> list[ApplicationStatus]:
     """Every application that Serve knows; `now` is Unix time."""
-    by_replica = {entry.replica_id: entry for entry in entries}
+    by_replica = {entry.replica_id: entry for listing in directories.values() for entry in listing.entries}
     statuses = []
     for name, app in sorted(details.get("applications", {}).items()):
         status = _application(name, app, by_replica, loads, now)
         groups = {row.group for row in status.rows}
         own = tuple(pair for pair in pairs if pair.source in groups and pair.reader in groups)
-        statuses.append(replace(status, pairs=own))
+        listing = directories.get(name)
+        scaling = json.loads(listing.scaling) if listing is not None and listing.scaling else None
+        statuses.append(replace(status, pairs=own, scaling=scaling))
     return statuses
 
 

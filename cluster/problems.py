@@ -62,6 +62,14 @@ def unknown_key(path: str, key: str, allowed: Iterable[str], *, line: int | None
     )
 
 
+def parts_of(path: str) -> tuple[str | int, ...]:
+    """The reverse of `join`."""
+    parts: list[str | int] = []
+    for part in path.replace("[", ".[").split("."):
+        parts.append(int(part[1:-1]) if part.startswith("[") else part)
+    return tuple(parts)
+
+
 def join(*parts: str | int) -> str:
     """Dotted name of a path; list positions as [i]."""
     text = ""

@@ -20,7 +20,8 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config import check_config
 from cluster.leaves import Range
 from cluster.pools import deployment_problems
-from cluster.problems import Problem, join, unknown_key
+from cluster.problems import Problem, join, parts_of, unknown_key
+from cluster.scaling.file_checks import scaling_problems
 from cluster.yaml_tree import MAX_BYTES, Path, YamlTree, read_yaml
 
 IMPORT_PATH = "cluster.app:build"
@@ -287,6 +288,9 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
     if config is not None:
         for problem in deployment_problems(config, deployments):
             path = (*base, "args", *problem.path.split("."))
+            yield replace(problem, path=join(*path), line=tree.line_of(path))
+        for problem in scaling_problems(app, config, ROUTER_DEPLOYMENT):
+            path = (*base, *parts_of(problem.path))
             yield replace(problem, path=join(*path), line=tree.line_of(path))
     names: Sequence[str] = [ROUTER_DEPLOYMENT, *(config.pools.by_name() if config else _pool_names(args))]
     seen: dict[str, int] = {}

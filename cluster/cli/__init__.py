@@ -8,6 +8,7 @@ from cluster.cli import bench, model
 from cluster.cli.chat import chat
 from cluster.cli.deploy import deploy, down, validate
 from cluster.cli.plan import plan
+from cluster.cli.scale import scale
 from cluster.cli.serve import serve
 from cluster.cli.services import Services
 from cluster.cli.simulate import simulate_command
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (serve, deploy, status, down, chat, validate, plan, version):
+for command in (serve, deploy, scale, status, down, chat, validate, plan, version):
     app.command()(command)
 app.command("simulate")(simulate_command)
 app.add_typer(model.app, name="model")

@@ -8,7 +8,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +17,11 @@ import typer
 
 from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
-from cluster.cli.services import services_of
+from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
 from cluster.cluster_files import FileKind, check_cluster_file
 from cluster.config_tree import EMBEDDED_MODEL
+from cluster.deployed import DeployedFile
 from cluster.problems import ConfigError, Problem
 from cluster.running import RunningCluster, process_start
 from cluster.serve_api import ServeApi, ServeApiError
@@ -46,46 +47,70 @@ def deploy(
     services = services_of(context)
     with terminal.exit_codes():
         deployment = load_deployment(file, assignments=assignments or (), allow_open=allow_open)
-        headers = key_headers(deployment.config.router.http.api_keys_file) if wait else {}
-        is_accepted = False
-        try:
-            with Phases(terminal) as phases:
-                phases.start("looking for the cluster")
-                try:
-                    api = services.open_api(dashboard)
-                except ServeApiError as error:
-                    raise CommandFailed(
-                        f"{error}; start one with `tandem serve` or `ray start --head`, "
-                        "or name its dashboard with --dashboard URL"
-                    ) from error
-                with _deploy_lock(services.locks, api.url):
-                    if deployment.config.model.path == EMBEDDED_MODEL:
-                        services.ensure_model(phases.start)
-                    check_model(deployment)
-                    check_unchanged(api.details(), deployment)
-                    left_s = timeout_s - phases.elapsed_s
-                    services.launcher.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
-                    is_accepted = True
-                    if wait:
-                        services.launcher.wait_ready(
-                            api,
-                            application=deployment.application,
-                            url=deployment.url,
-                            headers=headers,
-                            report=phases.start,
-                            timeout_s=timeout_s - phases.elapsed_s,
-                            is_alive=lambda: True,
-                        )
-                ready_s = phases.elapsed_s
-        except KeyboardInterrupt:
-            state = "Serve goes on with it; see `tandem status`" if is_accepted else "nothing was changed"
-            raise terminal.fail(f"interrupted; {state}", code=EXIT_INTERRUPTED) from None
-        if as_json:
-            terminal.emit(event="ready" if wait else "accepted", url=deployment.url, elapsed_s=ready_s)
-        elif wait:
-            terminal.say(f"ready in {ready_s:.1f} s at {deployment.url}", style="bold green")
-        else:
-            terminal.say(f"accepted; follow it with `tandem status --dashboard {api.url}`")
+        given = DeployedFile(file=str(file), assignments=tuple(assignments or ()))
+        roll_out(terminal, services, deployment, given, dashboard, wait=wait, timeout_s=timeout_s)
+
+
+def find_cluster(services: Services, dashboard: str | None) -> ServeApi:
+    """Serve's API of the cluster asked for. Raises CommandFailed, saying how to get one."""
+    try:
+        return services.open_api(dashboard)
+    except ServeApiError as error:
+        raise CommandFailed(
+            f"{error}; start one with `tandem serve` or `ray start --head`, "
+            "or name its dashboard with --dashboard URL"
+        ) from error
+
+
+def roll_out(
+    terminal: Terminal,
+    services: Services,
+    deployment: Deployment,
+    given: DeployedFile,
+    dashboard: str | None,
+    *,
+    wait: bool,
+    timeout_s: float,
+    accepted: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a cluster look like a deployment, and say so. `given`: what it was made of, to be remembered;
+    `accepted` is called when Serve has taken it. Raises what the commands turn into exit codes."""
+    headers = key_headers(deployment.config.router.http.api_keys_file) if wait else {}
+    is_accepted = False
+    try:
+        with Phases(terminal) as phases:
+            phases.start("looking for the cluster")
+            api = find_cluster(services, dashboard)
+            with _deploy_lock(services.locks, api.url):
+                if deployment.config.model.path == EMBEDDED_MODEL:
+                    services.ensure_model(phases.start)
+                check_model(deployment)
+                check_unchanged(api.details(), deployment)
+                left_s = timeout_s - phases.elapsed_s
+                services.launcher.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
+                is_accepted = True
+                accepted()
+                services.deployed.write(api.url, given.file, given.assignments, given.port)
+                if wait:
+                    services.launcher.wait_ready(
+                        api,
+                        application=deployment.application,
+                        url=deployment.url,
+                        headers=headers,
+                        report=phases.start,
+                        timeout_s=timeout_s - phases.elapsed_s,
+                        is_alive=lambda: True,
+                    )
+            ready_s = phases.elapsed_s
+    except KeyboardInterrupt:
+        state = "Serve goes on with it; see `tandem status`" if is_accepted else "nothing was changed"
+        raise terminal.fail(f"interrupted; {state}", code=EXIT_INTERRUPTED) from None
+    if terminal.as_json:
+        terminal.emit(event="ready" if wait else "accepted", url=deployment.url, elapsed_s=ready_s)
+    elif wait:
+        terminal.say(f"ready in {ready_s:.1f} s at {deployment.url}", style="bold green")
+    else:
+        terminal.say(f"accepted; follow it with `tandem status --dashboard {api.url}`")
 
 
 def validate(

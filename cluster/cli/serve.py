@@ -21,6 +21,7 @@ from cluster.cli.services import Services, services_of
 from cluster.cli.signals import interrupts
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.config_tree import EMBEDDED_MODEL
+from cluster.deployed import DeployedFile
 from cluster.launch import LaunchError, LocalCluster
 from cluster.running import RunningCluster, process_start
 from cluster.serve_api import ServeApi
@@ -54,18 +55,25 @@ def serve(
         )
         if dashboard is None:  # a cluster that exists may hold the port for us already
             services.launcher.check_port(deployment.host, deployment.port)
-        _Server(terminal, services, deployment, timeout_s).run(dashboard)
+        given = DeployedFile(file=str(file or DEFAULT_FILE), assignments=tuple(assignments or ()), port=port)
+        _Server(terminal, services, deployment, given, timeout_s).run(dashboard)
 
 
 class _Server:
     """One run of `tandem serve`: what it has started so far, and how to undo it."""
 
     def __init__(
-        self, terminal: Terminal, services: Services, deployment: Deployment, timeout_s: float
+        self,
+        terminal: Terminal,
+        services: Services,
+        deployment: Deployment,
+        given: DeployedFile,
+        timeout_s: float,
     ) -> None:
         self._terminal = terminal
         self._services = services
         self._deployment = deployment
+        self._given = given
         self._timeout_s = timeout_s
         pools = deployment.config.pools.by_name().values()
         self._drain_s = max(pool.drain_timeout_s for pool in pools)  # for requests in flight when stopped
@@ -166,6 +174,8 @@ class _Server:
 
     def _remember(self, api: ServeApi) -> None:
         try:
+            given = self._given
+            self._services.deployed.write(api.url, given.file, given.assignments, given.port)
             self._services.note.write(
                 RunningCluster(
                     pid=os.getpid(),

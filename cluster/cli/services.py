@@ -16,10 +16,11 @@ from cluster.bench.client import ServedModel
 from cluster.bench.latency import Outcome
 from cluster.bench.load import Due, Server, run_load
 from cluster.bench.orders import Order
-from cluster.directory_probe import read_entries
+from cluster.deployed import DeployedFiles
+from cluster.directory_probe import read_directories
 from cluster.running import RunningCluster, RunningNote, default_note
 from cluster.serve_api import ServeApi, read_token
-from workers.directory.groups import GroupEntry
+from workers.directory.groups import GroupListing
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -70,11 +71,14 @@ class Services:
     """The outside world of the commands."""
 
     launcher: Launcher = launch
-    # (Ray's address or "", applications) -> what the groups say of themselves
-    entries: Callable[[str, list[str]], list[GroupEntry]] = read_entries
+    # (Ray's address or "", applications) -> what the groups of each say of themselves
+    directories: Callable[[str, list[str]], Mapping[str, GroupListing]] = read_directories
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure
     measure: Measure = measure
     run_load: RunLoad = run_load
+    deployed: DeployedFiles = field(
+        default_factory=lambda: DeployedFiles(Path.home() / ".cache" / "tandem" / "run")
+    )
     note: RunningNote = field(default_factory=default_note)
     locks: Path = field(default_factory=lambda: Path.home() / ".cache" / "tandem" / "run")
 

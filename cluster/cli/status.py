@@ -59,10 +59,10 @@ def status(
         while True:
             details = api.details()
             names = sorted(details.get("applications", {}))
-            entries = services.entries(address, names)
+            directories = services.directories(address, names)
             metrics = _metrics(details, headers)
             statuses = application_statuses(
-                details, entries, parse_loads(metrics), parse_pairs(metrics), now=time.time()
+                details, directories, parse_loads(metrics), parse_pairs(metrics), now=time.time()
             )
             if as_json:
                 terminal.emit(dashboard=api.url, applications=[asdict(status) for status in statuses])
@@ -108,6 +108,18 @@ def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> N
         terminal.out.print(table)
         for pair in application.pairs:
             terminal.say(_pair_line(pair))
+        for pool, decision in (application.scaling or {}).get("pools", {}).items():
+            terminal.say(_scaling_line(pool, decision))
+
+
+def _scaling_line(pool: str, decision: Mapping[str, Any]) -> str:
+    """What autoscaling decided last for a pool, with the groups that each reason asks for."""
+    terms = ", ".join(f"{name} {value:g}" for name, value in decision.get("terms", {}).items() if value)
+    asked = f" ({terms})" if terms else ""
+    return (
+        f"  {pool} is to have {decision.get('target')}: {decision.get('reason')}; "
+        f"the load asks for {decision.get('needed', 0):g}{asked}"
+    )
 
 
 def _pair_line(pair: PairRow) -> str:

@@ -16,12 +16,13 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import app
 from cluster.cli.services import Services
+from cluster.deployed import DeployedFiles
 from cluster.gguf_model import write_folder
 from cluster.running import RunningNote
 from cluster.serve_api import ServeApi
 from tests.unit.cluster.fakes import FakeLauncher, FakeServer, embedded_model
 from tests.unit.cluster.tiny_gguf import write_tiny_gguf
-from workers.directory.groups import GroupEntry
+from workers.directory.groups import GroupEntry, GroupListing
 
 
 class World:
@@ -33,17 +34,23 @@ class World:
         self.launcher = FakeLauncher(ServeApi(server.url), folder)
         self.note = RunningNote(folder / "run")
         self.entries: list[GroupEntry] = []
+        self.scaling = ""
 
     def run(self, *arguments: str, input: str | bytes | None = None) -> Result:
         """Run `tandem` with these arguments."""
         services = Services(
             launcher=self.launcher,
-            entries=lambda address, applications: self.entries,
+            directories=lambda address, applications: {"tandem": self.listing()},
             ensure_model=embedded_model(self.folder),
             note=self.note,
+            deployed=DeployedFiles(self.folder / "run"),
             locks=self.folder / "locks",
         )
         return CliRunner().invoke(app, list(arguments), obj=services, input=input)
+
+    def listing(self) -> GroupListing:
+        """What the directory of the application says."""
+        return GroupListing(directory_id="d", version=1, entries=tuple(self.entries), scaling=self.scaling)
 
     def stop_when_noted(self, number: signal.Signals) -> None:
         """Send a signal to this process once a `serve` has written its note."""

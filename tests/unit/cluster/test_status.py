@@ -11,7 +11,7 @@ from cluster.group_table import ReportedLoad, application_statuses, parse_loads
 from cluster.serve_api import ingress_url
 from tests.unit.cluster.conftest import World
 from tests.unit.cluster.fakes import METRICS
-from workers.directory.groups import GroupEntry, GroupPhase
+from workers.directory.groups import GroupEntry, GroupListing, GroupPhase
 from workers.types import GroupId, Role
 
 
@@ -54,7 +54,7 @@ def test_a_ready_group_has_its_ranks_and_its_load() -> None:
         "unified-u1": ReportedLoad(running=3, waiting=2, free_blocks=50, cached_blocks=25, active_blocks=25)
     }
     found = details([replica("u1"), replica("u2")])
-    (status,) = application_statuses(found, [entry("u1"), entry("u2")], loads, now=1060.0)
+    (status,) = application_statuses(found, listing(entry("u1"), entry("u2")), loads, now=1060.0)
     assert (status.desired, status.ready) == (3, 3)
     router, first, second = status.rows
     assert (router.group, router.role, router.state, router.front_pid) == ("r1", "router", "ready", 11)
@@ -64,15 +64,19 @@ def test_a_ready_group_has_its_ranks_and_its_load() -> None:
     assert (second.running, second.kv_percent, second.reason) == (None, None, "")
 
 
+def listing(*entries: GroupEntry) -> dict[str, GroupListing]:
+    return {"tandem": GroupListing(directory_id="d", version=1, entries=entries)}
+
+
 def test_what_is_not_ready_says_why() -> None:
     found = details(
         [replica("u1"), replica("u2", "PENDING_INITIALIZATION"), replica("u3", "STOPPING")],
         message="",
     )
-    entries = [
+    entries = listing(
         entry("u1", GroupPhase.FAILED, "rank 1 was killed"),
         entry("u2", GroupPhase.LOADING, "loading the model"),
-    ]
+    )
     (status,) = application_statuses(found, entries, {}, now=1000.0)
     assert [(row.state, row.reason) for row in status.rows[1:]] == [
         ("failed", "rank 1 was killed"),
@@ -84,7 +88,7 @@ def test_what_is_not_ready_says_why() -> None:
 
 def test_a_group_that_waits_for_room_and_one_that_has_not_started() -> None:
     found = details([replica("u1", "PENDING_ALLOCATION", pid=None, node_ip=None, start_time_s=None)])
-    (status,) = application_statuses(found, [], {}, now=1000.0)
+    (status,) = application_statuses(found, {}, {}, now=1000.0)
     waiting, absent = status.rows[1:]
     assert (waiting.state, waiting.reason) == ("starting", "waiting for free CPUs or GPUs in the Ray cluster")
     assert (waiting.node, waiting.age_s) == ("", None)
@@ -106,6 +110,18 @@ def test_the_table_and_the_exit_code(world: World) -> None:
     assert rows[2].rstrip().endswith("ranks start and read weights")
     world.server.details = details([replica("u1"), replica("u2")])
     assert world.run("status", "--dashboard", world.server.url).exit_code == 0
+
+
+def test_the_last_decision_of_autoscaling_is_shown_with_its_terms(world: World) -> None:
+    world.server.details = details([replica("u1")])
+    world.entries = [entry("u1")]
+    terms = {"queue": 1.5, "arrivals": 0.25, "decode": 0.0}
+    pool = {"before": 1, "target": 2, "needed": 1.75, "reason": "up", "terms": terms}
+    world.scaling = json.dumps({"slowness": 1.1, "pools": {"unified": pool}})
+    shown = world.run("status", "--dashboard", world.server.url).stdout
+    assert "  unified is to have 2: up; the load asks for 1.75 (queue 1.5, arrivals 0.25)" in shown
+    found = json.loads(world.run("status", "--json", "--dashboard", world.server.url).stdout)
+    assert found["applications"][0]["scaling"]["pools"]["unified"] == pool
 
 
 def test_pools_and_who_reads_from_whom(world: World) -> None:

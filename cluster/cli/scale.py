@@ -1,0 +1,192 @@
+"""`tandem scale prefill=2`: another number of groups in the deployment file, and the file deployed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.deploy import find_cluster, roll_out
+from cluster.cli.options import DashboardOption, JsonOption, OpenOption, SetOption
+from cluster.cli.services import Services, services_of
+from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.deployed import DeployedFile
+from cluster.problems import ConfigError, Problem
+from cluster.replicas import with_replicas
+from cluster.validate import Deployment, load_deployment
+
+_MOST = 1024
+
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="POOL=N... [FILE]", help="Groups of each pool; the file is the one deployed last."
+    ),
+]
+
+
+def scale(
+    context: typer.Context,
+    words: Words,
+    assignments: SetOption = None,
+    dashboard: DashboardOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the change and make none.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until every group has answered.")] = True,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest time until ready.")] = 900.0,
+    allow_open: OpenOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Change how many groups pools have: edits num_replicas in the deployment file, shows it, deploys it."""
+    terminal = Terminal(as_json=as_json)
+    services = services_of(context)
+    with terminal.exit_codes():
+        wanted, named = _read_words(words)
+        given = _file_of(services, dashboard, named, assignments or ())
+        file = Path(given.file)
+        before = file.read_text(encoding="utf-8")
+        load = _Loader(given, allow_open)
+        deployment = load(file)
+        pools = deployment.config.pools.by_name()
+        after = with_replicas(before, wanted, pools=pools, file=given.file)
+        changed = load.text(after)
+        diff = list(_diff(before, after, given.file))
+        _show(terminal, diff, wanted, given)
+        if dry_run or not diff:
+            return
+        if not yes and not _confirmed(as_json):
+            raise CommandFailed("nothing was changed")
+        _replace(file, after)
+        was_accepted = False
+
+        def accepted() -> None:
+            nonlocal was_accepted
+            was_accepted = True
+
+        try:
+            roll_out(
+                terminal,
+                services,
+                changed,
+                given,
+                dashboard,
+                wait=wait,
+                timeout_s=timeout_s,
+                accepted=accepted,
+            )
+        finally:
+            if not was_accepted:
+                _replace(file, before)
+
+
+class _Loader:
+    """Reads the deployment file, and what it is to become, with what was deployed on the command line."""
+
+    def __init__(self, given: DeployedFile, allow_open: bool) -> None:
+        self._given = given
+        self._allow_open = allow_open
+
+    def __call__(self, file: Path) -> Deployment:
+        """Raises ConfigError."""
+        given = self._given
+        return load_deployment(
+            file, port=given.port, assignments=given.assignments, allow_open=self._allow_open
+        )
+
+    def text(self, text: str) -> Deployment:
+        """The deployment of a text that is to be in the file. Raises ConfigError, as of the file."""
+        file = Path(self._given.file)
+        draft = file.with_name(f".{file.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        try:
+            return replace(self(draft), file=self._given.file)
+        except ConfigError as error:
+            raise ConfigError(
+                replace(problem, file=problem.file.replace(str(draft), self._given.file))
+                for problem in error.problems
+            ) from None
+        finally:
+            draft.unlink()
+
+
+def _read_words(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
+    """Numbers by pool, and the file if one is named. Raises ConfigError."""
+    wanted: dict[str, int] = {}
+    files = [word for word in words if "=" not in word]
+    problems = []
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            continue
+        if not text.isdecimal() or int(text) > _MOST:
+            problems.append(Problem(path=name, message="not a number of groups", got=repr(text),
+                                    allowed=f"0 to {_MOST}"))  # fmt: skip
+        elif name in wanted:
+            problems.append(Problem(path=name, message="the pool is given twice", got=word))
+        else:
+            wanted[name] = int(text)
+    if len(files) > 1:
+        problems.append(Problem(path="", message="more than one file", got=", ".join(files)))
+    if not wanted and not problems:
+        problems.append(Problem(path="", message="no pool is named", allowed="POOL=N, as in unified=2"))
+    if problems:
+        raise ConfigError(replace(problem, file="command line") for problem in problems)
+    return wanted, files[0] if files else None
+
+
+def _file_of(
+    services: Services, dashboard: str | None, named: str | None, assignments: Sequence[str]
+) -> DeployedFile:
+    """The file to change: the one named, or the one that was deployed last on the cluster, in both cases with
+    what was set on the command line then. Raises CommandFailed."""
+    known = services.deployed.read(find_cluster(services, dashboard).url)
+    if named is None and known is None:
+        raise CommandFailed(
+            "no file is known of what runs there (it was not deployed by `tandem serve` or `tandem deploy` "
+            "from this account); name it: tandem scale POOL=N FILE"
+        )
+    file = os.path.abspath(named) if named is not None else known.file if known is not None else ""
+    if known is None or known.file != file:
+        known = DeployedFile(file=file)
+    if not os.path.exists(file):
+        raise CommandFailed(f"{file} is not there; name the deployment file: tandem scale POOL=N FILE")
+    return replace(known, assignments=(*known.assignments, *assignments))
+
+
+def _diff(before: str, after: str, file: str) -> Sequence[str]:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), file, file, lineterm="", n=1)
+    return list(lines)
+
+
+def _show(terminal: Terminal, diff: Sequence[str], wanted: dict[str, int], given: DeployedFile) -> None:
+    if terminal.as_json:
+        terminal.emit(event="change", file=given.file, replicas=wanted, diff=list(diff))
+        return
+    if not diff:
+        terminal.say(f"{given.file} says so already; `tandem deploy {given.file}` deploys it again")
+        return
+    for line in diff:
+        style = {"+": "green", "-": "red"}.get(line[:1], "")
+        terminal.say(line, style=style)
+    if given.assignments:
+        terminal.say(f"with --set {' --set '.join(given.assignments)}, as before")
+
+
+def _confirmed(as_json: bool) -> bool:
+    if as_json or not sys.stdin.isatty():
+        raise CommandFailed("nobody is there to ask; pass --yes to make the change")
+    return typer.confirm("Deploy this?", default=True)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write the file in one step."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.chmod(file.stat().st_mode & 0o777)
+    draft.replace(file)
