@@ -201,7 +201,7 @@ class _Routes:
         body_tree, caller = await self._body(request), request.state.caller
         if not self._service.has_group:
             came_s = time.monotonic()
-            await unless_left(self._service.await_group(caller), request.receive, max_s=max_s)
+            await unless_disconnected(self._service.await_group(caller), request.receive, max_s=max_s)
             max_s = max(max_s - (time.monotonic() - came_s), 0.001)
         work = await prepare(body_tree, request.state.request_id, caller)
         if not work.stream:
