@@ -56,7 +56,7 @@ class DispatchLimits:
     group_wait_s: float = 0.0  # for a first group, when none is there
     max_decisions: int = 1024  # kept for `explain`
     max_moves: int = 3  # of a request that has been taken, to another group
-    move_wait_s: float = 30.0  # after a crash, for a group to be there that goes on with it
+    move_wait_s: float = 60.0  # after a crash, for a group to be there that goes on with it
     stopped_wait_s: float = 2.0  # the same after a group was told to end: others are there, or none will come
     groups: GroupLimits = field(default_factory=GroupLimits)
 

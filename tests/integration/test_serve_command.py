@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 GRACE_S = 10.0  # for answers in flight, as the command says
 START_S, END_S = 120.0, 60.0
-ENDED_CODES = ("engine_dead", "group_failed", "group_draining", "not_connected")
+ENDED_CODES = ("engine_dead", "group_failed", "group_stopped", "group_draining", "not_connected")
 KILLED_S = 15.0  # until all is gone after SIGKILL
 
 

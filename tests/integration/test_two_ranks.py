@@ -40,18 +40,19 @@ def test_two_ranks_give_the_tokens_of_transformers(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_killed_rank_ends_its_requests_aloud_and_is_replaced(server: Serving, victim: int) -> None:
+def test_a_killed_rank_is_replaced_and_its_requests_go_on(server: Serving, victim: int) -> None:
     mark = server.cluster.mark
     ranks = processes(mark, RANK)
     assert len(ranks) == 2
     (group,) = [group for group in server.groups() if group["ready"]]
     pid = server.rank_pids(group["group"])[victim]
     assert pid in ranks
-    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
+    body |= {"temperature": 0, "return_token_ids": True}
     lines = []
     killed = 0.0
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=30.0, trust_env=False
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=90.0, trust_env=False
     ) as stream:
         for line in stream.iter_lines():
             if line.startswith("data: "):
@@ -60,15 +61,15 @@ def test_a_killed_rank_ends_its_requests_aloud_and_is_replaced(server: Serving, 
                 os.kill(pid, signal.SIGKILL)
                 killed = time.monotonic()
     assert killed
-    assert time.monotonic() - killed < 5.0
-    assert "[DONE]" not in lines
-    assert json.loads(lines[-1])["error"]["message"]
-
+    assert lines[-1] == "[DONE]"
+    choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
     wait_for(lambda: not set(ranks) & set(processes(mark, RANK)), 10.0, "ranks of the broken group live on")
     wait_for(lambda: server.get("/ready").status_code == 200, REBUILD_S, "the group was not rebuilt")
     assert time.monotonic() - killed < REBUILD_S
     assert len(processes(mark, RANK)) == 2
-    answer = server.post("/v1/completions", {"model": server.model, "prompt": "Hello", "max_tokens": 4})
+    answer = server.post("/v1/completions", body)
     assert answer.status_code == 200
+    assert answer.json()["choices"][0]["token_ids"] == tokens
 
     wait_for(server.is_idle, 5.0, "the new group holds something")  # its load is told some milliseconds late
