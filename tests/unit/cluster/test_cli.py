@@ -120,8 +120,9 @@ def test_a_file_that_is_not_there_names_the_shipped_ones(world: World) -> None:
     assert done.exit_code == 2
     assert done.stderr == (
         "nosuch.yaml: no such file; Tandem ships "
-        "deploy/cluster.yaml, deploy/local-disaggregated-tp.yaml, deploy/local-disaggregated.yaml, "
-        "deploy/local-tp2.yaml, deploy/local-two-groups.yaml, deploy/local.yaml\n"
+        "deploy/cluster.yaml, deploy/local-autoscaled.yaml, deploy/local-disaggregated-tp.yaml, "
+        "deploy/local-disaggregated.yaml, deploy/local-tp2.yaml, deploy/local-two-groups.yaml, "
+        "deploy/local.yaml\n"
     )
 
 
