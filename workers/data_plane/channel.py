@@ -19,13 +19,13 @@ from workers.data_plane.wire import (
     NONCE_BYTES,
     PROTOCOL_VERSION,
     Challenge,
-    FrameReader,
     Goodbye,
     Hello,
     Message,
     Welcome,
     WireError,
     encode,
+    frame_reader,
     hello_mac,
     is_same_mac,
     welcome_mac,
@@ -55,7 +55,7 @@ class Channel(asyncio.Protocol):
         self._on_message = on_message
         self._on_closed = on_closed
         self._on_open = on_open
-        self._reader = FrameReader(MAX_GREETING_BYTES)
+        self._reader = frame_reader(MAX_GREETING_BYTES)
         self._max_outgoing_bytes = max_outgoing_bytes
         self._transport: asyncio.Transport | None = None
         self._reason: str | None = None

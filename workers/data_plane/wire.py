@@ -1,9 +1,7 @@
 """Frames between a group's rank 0 and its clients: router replicas, which read tokens, the group's front,
 which hands requests in, and other groups, which read KV blocks.
 
-    frame = length of the rest (4 bytes, little endian) | kind (1 byte) | body (msgpack)
-
-Life of a connection (C client, S server):
+Frames are those of `workers.framing`. Life of a connection (C client, S server):
 
     S  CHALLENGE   nonce of the server, protocol version
     C  HELLO       who it is, its own nonce, HMAC over both nonces with the application's secret
@@ -21,21 +19,20 @@ Life of a connection (C client, S server):
     S  PING, C PONG; either side drops a peer that has been silent for too long
     S  GOODBYE     why the server closes
 
-Bodies are read against the type of their kind and never evaluated: whatever does not fit is a `WireError`,
-and the connection is dropped. Not covered: encryption; across machines that one cannot trust, tunnel it.
+Whatever does not fit is a `WireError`, and the connection is dropped. Not covered: encryption; across
+machines that one cannot trust, tunnel it.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated, Final
 
-import msgspec
 from msgspec import Meta
 
+from workers.framing import FrameProtocol, FrameReader
 from workers.hashing import BlockHash
 from workers.types import BlockEvent, GenerateRequest, GroupInfo, GroupStats, KVSource, RequestId, TokenChunk
 
@@ -45,8 +42,6 @@ MAX_FRAME_BYTES: Final = 32 << 20  # length field of a frame: prompt log-probabi
 MAX_GREETING_BYTES: Final = 4 << 10  # until a peer has shown that it knows the secret
 
 MAX_LEASE_BLOCKS: Final = 65_536  # hashes in one lease: a million tokens
-
-_LENGTH_BYTES: Final = 4
 
 _LeaseNumber = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _LeaseHash = Annotated[BlockHash, Meta(min_length=16, max_length=16)]
@@ -234,77 +229,23 @@ Message = (
     | LeaseRefused
 )  # fmt: skip
 
-# Position = kind byte, so entries may only be added at the end.
 _TYPES: Final[tuple[type[Message], ...]] = (
     Challenge, Hello, Welcome, Snapshot, Events, Stats, Chunks, Submit, Accepted, Refused, Abort,
     Ping, Pong, Goodbye, Resync, Redirect, OpenLease, RenewLeases, CloseLease, KVPool, LeaseOffer,
     LeaseRefused,
 )  # fmt: skip
-_KINDS: Final[dict[type[Message], int]] = {kind: number for number, kind in enumerate(_TYPES)}
-_DECODERS: Final[tuple[msgspec.msgpack.Decoder[Message], ...]] = tuple(
-    msgspec.msgpack.Decoder(kind) for kind in _TYPES
-)
-_ENCODER: Final = msgspec.msgpack.Encoder()
+_PROTOCOL: Final = FrameProtocol(_TYPES, WireError)
+decode: Final = _PROTOCOL.decode  # (kind, body)
 
 
 def encode(message: Message, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """The frame of a message. Raises WireError when it cannot be written or is too large."""
-    frame = bytearray(_LENGTH_BYTES + 1)
-    try:
-        _ENCODER.encode_into(message, frame, _LENGTH_BYTES + 1)
-    except (ValueError, OverflowError) as error:  # lone surrogates, integers beyond 64 bits
-        raise WireError(f"a {type(message).__name__} frame cannot be written: {error}") from error
-    length = len(frame) - _LENGTH_BYTES
-    if length > max_frame_bytes:
-        raise WireError(
-            f"a {type(message).__name__} frame has {length} bytes, the limit is {max_frame_bytes}"
-        )
-    frame[:_LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "little")
-    frame[_LENGTH_BYTES] = _KINDS[type(message)]
-    return bytes(frame)
+    return _PROTOCOL.encode(message, max_frame_bytes)
 
 
-def decode(kind: int, body: bytes | memoryview) -> Message:
-    """The message in the body of a frame of this kind. Raises WireError when it is malformed."""
-    if kind >= len(_TYPES):
-        raise WireError(f"frame of unknown kind {kind}")
-    try:
-        return _DECODERS[kind].decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(f"malformed {_TYPES[kind].__name__} frame: {error}") from error
-
-
-class FrameReader:
-    """Cuts a stream of bytes into messages. Holds at most one unfinished frame."""
-
-    def __init__(self, max_frame_bytes: int) -> None:
-        self.max_frame_bytes = max_frame_bytes  # may be raised once the peer is known
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Messages completed by these bytes, in order. Raises WireError at the first bad one; do not go on
-        with the stream after that."""
-        self._buffer += data
-        start = 0
-        try:
-            while (message_end := self._end_of_frame(start)) is not None:
-                body_start = start + _LENGTH_BYTES + 1
-                kind = self._buffer[body_start - 1]
-                body = bytes(self._buffer[body_start:message_end])
-                start = message_end
-                yield decode(kind, body)
-        finally:
-            del self._buffer[:start]
-
-    def _end_of_frame(self, start: int) -> int | None:
-        """Where the frame at `start` ends; None while it is incomplete."""
-        if len(self._buffer) - start < _LENGTH_BYTES:
-            return None
-        length = int.from_bytes(self._buffer[start : start + _LENGTH_BYTES], "little")
-        if not 1 <= length <= self.max_frame_bytes:
-            raise WireError(f"frame of {length} bytes; allowed are 1 to {self.max_frame_bytes}")
-        end = start + _LENGTH_BYTES + length
-        return end if len(self._buffer) >= end else None
+def frame_reader(max_frame_bytes: int) -> FrameReader[Message]:
+    """For one connection. Raises WireError at the first frame that is larger, or malformed."""
+    return FrameReader(_PROTOCOL, max_frame_bytes)
 
 
 def hello_mac(secret: bytes, server_nonce: bytes, client_nonce: bytes, client_id: str) -> bytes:
@@ -327,5 +268,5 @@ def _mac(secret: bytes, *parts: bytes) -> bytes:
         raise ValueError("the application's secret is empty")
     digest = hmac.new(secret, digestmod=sha256)
     for part in parts:  # length before content, so that no two lists of parts give the same bytes
-        digest.update(len(part).to_bytes(_LENGTH_BYTES, "little") + part)
+        digest.update(len(part).to_bytes(4, "little") + part)
     return digest.digest()

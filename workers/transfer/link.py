@@ -13,11 +13,12 @@ import struct
 import time
 from typing import NamedTuple
 
+from workers.framing import HEADER_BYTES
 from workers.transfer.messages import (
-    HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_GREETING_BYTES,
     NONCE_BYTES,
+    PROTOCOL,
     PROTOCOL_VERSION,
     Challenge,
     Hello,
@@ -26,8 +27,6 @@ from workers.transfer.messages import (
     PeerFacts,
     Refused,
     Welcome,
-    body_length,
-    decode,
     encode,
     hello_mac,
     is_same_mac,
@@ -93,9 +92,9 @@ class PeerLink:
         header = bytearray(HEADER_BYTES)
         self.receive_into(memoryview(header))
         try:
-            body = bytearray(body_length(header, max_frame_bytes))
+            body = bytearray(PROTOCOL.frame_length(header, max_frame_bytes) - 1)
             self.receive_into(memoryview(body))
-            message = decode(header[4], body)
+            message = PROTOCOL.decode(header[4], body)
         except MessageError as error:
             raise self._failed(Reason.PROTOCOL, str(error)) from error
         if isinstance(message, Refused):

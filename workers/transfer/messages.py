@@ -1,8 +1,6 @@
 """Frames between a rank that reads KV blocks and the rank that owns them.
 
-    frame = length of the rest (4 bytes, little endian) | kind (1 byte) | body (msgpack)
-
-Life of a connection (R reader, O owner):
+Frames are those of `workers.framing`. Life of a connection (R reader, O owner):
 
     O  CHALLENGE     nonce, protocol version
     R  HELLO         nonce, HMAC over both nonces with a key made of the application's secret
@@ -15,9 +13,8 @@ Life of a connection (R reader, O owner):
     O  GENERATIONS   of these blocks now
     R  PAIR          bytes come another way from now on: see `process_group`
 
-The owner answers in order; a reader may ask ahead, up to MAX_AHEAD requests. Bodies are read against the
-type of their kind, never evaluated; nothing is allocated by a size that a peer claims. Not covered:
-encryption, and somebody who changes bytes on the way on purpose.
+The owner answers in order; a reader may ask ahead, up to MAX_AHEAD requests. Not covered: encryption, and
+somebody who changes bytes on the way on purpose.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from workers.framing import FrameProtocol, FrameReader
 from workers.transfer.layout import KVLayout
 
 PROTOCOL_VERSION: Final = 1
@@ -38,7 +36,6 @@ MAX_READ_BLOCKS: Final = 256
 MAX_AHEAD: Final = 4  # requests that wait for their answer
 MAX_GREETING_BYTES: Final = 4 << 10
 MAX_FRAME_BYTES: Final = 32 << 10
-HEADER_BYTES: Final = 5
 
 _Block = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -166,65 +163,20 @@ class Pair:
 
 Message = Challenge | Hello | Welcome | Read | Data | Trailer | Refused | Check | Generations | Pair
 
-# Position = kind byte, so entries may only be added at the end.
 _TYPES: Final[tuple[type[Message], ...]] = (
     Challenge, Hello, Welcome, Read, Data, Trailer, Refused, Check, Generations, Pair,
 )  # fmt: skip
-_KINDS: Final[dict[type[Message], int]] = {kind: number for number, kind in enumerate(_TYPES)}
-_DECODERS: Final[tuple[msgspec.msgpack.Decoder[Message], ...]] = tuple(
-    msgspec.msgpack.Decoder(kind) for kind in _TYPES
-)
-_ENCODER: Final = msgspec.msgpack.Encoder()
+PROTOCOL: Final = FrameProtocol(_TYPES, MessageError)
 
 
 def encode(message: Message) -> bytes:
     """The frame of a message."""
-    body = _ENCODER.encode(message)
-    return (len(body) + 1).to_bytes(4, "little") + bytes([_KINDS[type(message)]]) + body
+    return PROTOCOL.encode(message, MAX_FRAME_BYTES)
 
 
-def body_length(header: bytes | bytearray, limit: int) -> int:
-    """Bytes behind the 5 bytes of a header. Raises MessageError."""
-    length = int.from_bytes(header[:4], "little")
-    if not 1 <= length <= limit:
-        raise MessageError(f"a frame of {length} bytes; allowed are 1 to {limit}")
-    return length - 1
-
-
-def decode(kind: int, body: bytes | bytearray) -> Message:
-    """The message in the body of a frame. Raises MessageError."""
-    if kind >= len(_TYPES):
-        raise MessageError(f"a frame of unknown kind {kind}")
-    try:
-        return _DECODERS[kind].decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise MessageError(f"a malformed {_TYPES[kind].__name__} frame: {error}") from error
-
-
-class FrameReader:
-    """Cuts a stream into messages. Holds at most one unfinished frame and what was fed with it."""
-
-    def __init__(self) -> None:
-        self.max_frame_bytes = MAX_GREETING_BYTES  # raised once the peer is known
-        self._buffer = bytearray()
-
-    @property
-    def is_inside_frame(self) -> bool:
-        return bool(self._buffer)
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Messages that are complete now, in order. Raises MessageError; do not go on after that."""
-        self._buffer += data
-        found, start = [], 0
-        while len(self._buffer) - start >= HEADER_BYTES:
-            header = self._buffer[start : start + HEADER_BYTES]
-            end = start + HEADER_BYTES + body_length(header, self.max_frame_bytes)
-            if len(self._buffer) < end:
-                break
-            found.append(decode(header[4], bytes(self._buffer[start + HEADER_BYTES : end])))
-            start = end
-        del self._buffer[:start]
-        return found
+def frame_reader() -> FrameReader[Message]:
+    """For one connection; its limit is to be raised once the peer is known."""
+    return FrameReader(PROTOCOL, MAX_GREETING_BYTES)
 
 
 def transfer_key(secret: bytes) -> bytes:
@@ -241,7 +193,7 @@ def hello_mac(key: bytes, owner_nonce: bytes, reader_nonce: bytes) -> bytes:
 
 def welcome_mac(key: bytes, owner_nonce: bytes, reader_nonce: bytes, facts: PeerFacts) -> bytes:
     """What an owner must know the secret to compute."""
-    return hmac.digest(key, b"owner " + owner_nonce + reader_nonce + _ENCODER.encode(facts), "sha256")
+    return hmac.digest(key, b"owner " + owner_nonce + reader_nonce + msgspec.msgpack.encode(facts), "sha256")
 
 
 def is_same_mac(left: bytes, right: bytes) -> bool:

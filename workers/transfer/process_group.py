@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from workers.framing import FrameReader
 from workers.transfer.layout import Piece
 from workers.transfer.link import PeerLink, limit_waits
 from workers.transfer.messages import (
     MAX_READ_BLOCKS,
     Check,
     Data,
-    FrameReader,
     Message,
     MessageError,
     Pair,
@@ -184,7 +184,7 @@ class PairOwner:
         connection: socket.socket,
         pair: Pair,
         source: Source,
-        frames: FrameReader,
+        frames: FrameReader[Message],
         behind: Iterable[Message],
     ) -> None:
         """Takes over the greeted connection, with the frame that is unfinished in `frames` and the messages

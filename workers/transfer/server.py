@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Final
 
+from workers.framing import FrameReader
 from workers.transfer.messages import (
     MAX_AHEAD,
     MAX_FRAME_BYTES,
     NONCE_BYTES,
     Challenge,
     Check,
-    FrameReader,
     Hello,
     Message,
     MessageError,
@@ -35,6 +35,7 @@ from workers.transfer.messages import (
     Read,
     Welcome,
     encode,
+    frame_reader,
     hello_mac,
     is_same_mac,
     transfer_key,
@@ -69,7 +70,7 @@ class _Peer:
     nonce: bytes
     frame_by_s: float  # when the greeting, then a begun frame, must have come; infinity: none is under way
     send_by_s: float = _NEVER_S  # when the peer must have taken some bytes; infinity: there are none
-    frames: FrameReader = field(default_factory=FrameReader)
+    frames: FrameReader[Message] = field(default_factory=frame_reader)
     is_known: bool = False
     requests: deque[Read | Check] = field(default_factory=deque)
     answer: Iterator[memoryview] | None = None

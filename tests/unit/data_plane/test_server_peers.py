@@ -24,7 +24,6 @@ from workers.data_plane.server import ServerLimits
 from workers.data_plane.submit import SubmitRefused
 from workers.data_plane.wire import (
     Challenge,
-    FrameReader,
     Goodbye,
     Hello,
     Message,
@@ -33,6 +32,7 @@ from workers.data_plane.wire import (
     Submit,
     Welcome,
     encode,
+    frame_reader,
     hello_mac,
 )
 from workers.types import GroupId, KVSource, RequestId
@@ -77,7 +77,7 @@ def test_a_client_that_comes_again_ends_its_older_connection() -> None:
 async def greet_and_read_no_more(client_id: str, group: FakeGroup) -> asyncio.StreamWriter:
     """A client whose kernel and stream buffers fill up."""
     reader, writer = await asyncio.open_connection(group.address.host, group.address.port, limit=1000)
-    frames = FrameReader(10_000)
+    frames = frame_reader(10_000)
     challenge = None
     while challenge is None:
         challenge = next(frames.feed(await reader.read(10_000)), None)

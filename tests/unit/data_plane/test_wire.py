@@ -16,7 +16,6 @@ from workers.data_plane.wire import (
     Chunks,
     CloseLease,
     Events,
-    FrameReader,
     Goodbye,
     Hello,
     KVPool,
@@ -37,6 +36,7 @@ from workers.data_plane.wire import (
     WireError,
     decode,
     encode,
+    frame_reader,
     hello_mac,
     is_same_mac,
     welcome_mac,
@@ -111,7 +111,7 @@ ONE_OF_EACH: list[Message] = [
 
 def test_every_kind_of_message_arrives_as_it_was_sent() -> None:
     data = b"".join(encode(message) for message in ONE_OF_EACH)
-    assert list(FrameReader(MAX_FRAME_BYTES).feed(data)) == ONE_OF_EACH
+    assert list(frame_reader(MAX_FRAME_BYTES).feed(data)) == ONE_OF_EACH
 
 
 def test_frame_layout() -> None:
@@ -123,7 +123,7 @@ def test_frame_layout() -> None:
 def test_redirect_layout() -> None:
     nowhere = b"\x18\x00\x00\x00\x0f\x82\xaarequest_id\xa2r1\xa6source\xc0"
     assert encode(Redirect(request_id=RequestId("r1"), source=None)) == nowhere
-    (read,) = FrameReader(100).feed(nowhere)
+    (read,) = frame_reader(100).feed(nowhere)
     assert read == Redirect(request_id=RequestId("r1"), source=None)
     for broken in (b"\x81\xaarequest_id\xa2r1", b"\x82\xaarequest_id\xa2r1\xa6source\x01"):
         with pytest.raises(WireError, match="malformed Redirect"):
@@ -167,7 +167,7 @@ def test_a_source_of_odd_values_is_read_as_it_is_or_a_wire_error(source: dict[st
 @settings(max_examples=50, deadline=None)
 def test_any_cut_of_the_stream_gives_the_same_messages(cuts: list[int]) -> None:
     data = b"".join(encode(message) for message in ONE_OF_EACH)
-    reader, seen, start = FrameReader(MAX_FRAME_BYTES), [], 0
+    reader, seen, start = frame_reader(MAX_FRAME_BYTES), [], 0
     for size in [*cuts, len(data)]:
         seen += list(reader.feed(data[start : start + size]))
         start += size
@@ -188,13 +188,13 @@ def test_any_cut_of_the_stream_gives_the_same_messages(cuts: list[int]) -> None:
 )
 def test_garbage_is_a_wire_error(data: bytes, message: str) -> None:
     with pytest.raises(WireError, match=message):
-        list(FrameReader(MAX_FRAME_BYTES).feed(data))
+        list(frame_reader(MAX_FRAME_BYTES).feed(data))
 
 
 @given(data=st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_end_in_a_message_or_a_wire_error(data: bytes) -> None:
-    reader = FrameReader(1000)
+    reader = frame_reader(1000)
     try:
         for message in reader.feed(data):
             assert isinstance(message, Message)
@@ -207,20 +207,20 @@ def test_random_bytes_end_in_a_message_or_a_wire_error(data: bytes) -> None:
 def test_random_bodies_end_in_a_message_or_a_wire_error(kind: int, body: bytes) -> None:
     frame = (len(body) + 1).to_bytes(4, "little") + bytes([kind]) + body
     with suppress(WireError):
-        assert len(list(FrameReader(1000).feed(frame))) == 1
+        assert len(list(frame_reader(1000).feed(frame))) == 1
 
 
 def test_deep_nesting_is_a_wire_error() -> None:
     body = b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"  # an unknown field that must be skipped
     frame = (len(body) + 1).to_bytes(4, "little") + b"\x0a" + body
     with pytest.raises(WireError):
-        list(FrameReader(MAX_FRAME_BYTES).feed(frame))
+        list(frame_reader(MAX_FRAME_BYTES).feed(frame))
 
 
 def test_oversized_frames_are_neither_sent_nor_awaited() -> None:
     with pytest.raises(WireError, match="the limit is 100"):
         encode(Submit(client_id="r", request=request("r", range(200))), max_frame_bytes=100)
-    reader = FrameReader(100)
+    reader = frame_reader(100)
     with pytest.raises(WireError, match="frame of 101 bytes"):
         list(reader.feed((101).to_bytes(4, "little")))  # before any of its body has come
 

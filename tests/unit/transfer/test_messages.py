@@ -12,7 +12,6 @@ from workers.transfer.messages import (
     Challenge,
     Check,
     Data,
-    FrameReader,
     Generations,
     Hello,
     MemoryFacts,
@@ -25,6 +24,7 @@ from workers.transfer.messages import (
     Trailer,
     Welcome,
     encode,
+    frame_reader,
     hello_mac,
     transfer_key,
     welcome_mac,
@@ -72,7 +72,7 @@ MESSAGES: list[Message] = [
 def test_every_message_comes_back_from_any_cut_of_the_stream() -> None:
     stream = b"".join(encode(message) for message in MESSAGES)
     for step in (1, 3, 1000, len(stream)):
-        reader = FrameReader()
+        reader = frame_reader()
         reader.max_frame_bytes = MAX_FRAME_BYTES
         found = [
             message
@@ -92,9 +92,9 @@ def test_no_frame_is_larger_than_allowed(message: Message) -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_an_error_or_waits_for_more(data: bytes) -> None:
-    reader = FrameReader()
+    reader = frame_reader()
     try:
-        reader.feed(data)
+        list(reader.feed(data))
     except MessageError:
         return
     assert reader.is_inside_frame or data == b""
@@ -107,7 +107,7 @@ def test_a_changed_byte_is_an_error_or_another_valid_message(
 ) -> None:
     frame = bytearray(encode(message))
     frame[5 + place % (len(frame) - 5)] = value
-    reader = FrameReader()
+    reader = frame_reader()
     reader.max_frame_bytes = MAX_FRAME_BYTES
     try:
         [found] = reader.feed(bytes(frame))
@@ -127,7 +127,7 @@ def test_a_changed_byte_is_an_error_or_another_valid_message(
 )
 def test_bad_frames_are_named(frame: bytes, message: str) -> None:
     with pytest.raises(MessageError, match=message):
-        FrameReader().feed(frame)
+        list(frame_reader().feed(frame))
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_requests_out_of_bounds_are_malformed(changed: dict[str, object]) -> Non
         "has_checksums": False,
     }
     frame = encode(Read(**{**good, **changed}))  # type: ignore[arg-type]
-    reader = FrameReader()
+    reader = frame_reader()
     reader.max_frame_bytes = MAX_FRAME_BYTES
     with pytest.raises(MessageError, match="malformed Read"):
-        reader.feed(frame)
+        list(reader.feed(frame))
 
 
 def test_a_layout_that_no_model_has_is_malformed() -> None:
@@ -164,7 +164,7 @@ def test_a_layout_that_no_model_has_is_malformed() -> None:
     bad = good.replace(b"\xacnum_kv_heads\x03", b"\xacnum_kv_heads\x00")
     assert bad != good
     with pytest.raises(MessageError, match="num_kv_heads 0 is not between 1 and 4096"):
-        FrameReader().feed(bad)
+        list(frame_reader().feed(bad))
 
 
 def test_macs_are_fixed() -> None:
