@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from tests.models import checkpoints
 from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
+from workers.kernels import StepMessage, pack_step
 
 EVERY_FAMILY = [entry.name for entry in checkpoints.FAMILIES]
 Folders = Callable[[str], Path]
@@ -150,3 +152,21 @@ def test_successor_says_the_permutation(tmp_path: Path) -> None:
     folder = checkpoints.successor(tmp_path / "m", perm)
     said = paged_model(folder).greedy([[11]], 8)[0]
     assert said == [perm[token] for token in [11, *said[:-1]]]
+
+
+@pytest.mark.parametrize("longest", [-1, 257 * 16, 2**31 - 1])
+def test_a_context_longer_than_the_pool_is_refused_before_anything_is_made_for_it(
+    tmp_path: Path, longest: int
+) -> None:
+    """Whatever length the checkpoint claims: the table of positions would have its rows."""
+    folder = checkpoints.build(
+        tmp_path / "long", checkpoints.family("llama"), max_position_embeddings=1 << 28
+    )
+    model = paged_model(folder)  # 256 blocks of 16 tokens
+    assert len(model.greedy([checkpoints.prompt_ids(20)], 2)[0]) == 2
+    message = pack_step(
+        lens=[2], starts=[0], block_counts=[1], token_ids=[5, 6], blocks=[0], logit_rows=[1], zero_blocks=[]
+    )
+    claimed = StepMessage(message[:20] + struct.pack("<i", longest) + message[24:])
+    with pytest.raises(ValueError, match=f"a context of {longest} tokens, in a pool for 4096"):
+        model.decoder.forward(claimed, model._kv)

@@ -76,6 +76,9 @@ class Decoder:
         none; as `Kernels.draw` with `only_finite`; other ranks have none. Raises ValueError for a message
         that is damaged or has an index outside of pool or vocabulary.
         """
+        longest, room = header_of(message).longest_context, kv.shape[0] * kv.shape[4]
+        if not 0 <= longest <= room:  # the table of positions grows with it, whatever the checkpoint allows
+            raise ValueError(f"a step with a context of {longest} tokens, in a pool for {room}")
         drawn = self._compute(message, kv, draws)
         if not self._is_alone and header_of(message).num_logit_rows == 0:
             self._meet(kv.device)

@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al. 2021): cosines and sines in float32, for all layers of a step.
 
 Any stretching is only a different vector of frequencies. The table of all positions grows with the longest
-context that has been seen: there is no length that could be exceeded.
+context that has been seen, which the decoder bounds by what its KV pool holds: a length that a checkpoint
+claims sizes nothing.
 """
 
 from __future__ import annotations
