@@ -33,6 +33,10 @@ _COMPUTED = {
     "request_router_config": "set with router.policy in args",
 }
 _RAY_RANGES = {"_replicas": Range(0, 1024), "_s": Range(0, 7 * 86_400), "_requests": Range(-1, 1_000_000)}
+_NO_REPLICAS = (
+    "Serve takes 1 or more; leave this entry and its pool out, or let Serve stop idle replicas: "
+    "autoscaling_config: {min_replicas: 0, max_replicas: 1} instead"
+)
 _NOT_RAYS = {"args", "user_config", "runtime_env", "env_vars"}
 
 
@@ -171,6 +175,8 @@ def _from_pydantic(entry: dict[str, Any], value: Any, base: Path, tree: YamlTree
         else:
             break
         path = (*path, part)
+    if path and path[-1] == "num_replicas" and value == 0 and _is_count(value):
+        return _problem(tree, path, "a deployment of no replicas", got="0", hint=_NO_REPLICAS)
     message = entry["msg"].removeprefix("Value error, ").rstrip(".")
     got = "" if isinstance(value, dict | list) or entry["type"] == "missing" else _shown(value)
     return _problem(tree, path, message[:1].lower() + message[1:], got=got)

@@ -80,7 +80,9 @@ def problems_of(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
          f"12:{ARGS}.pools.unified.cache.memory_fraction: out of range; got 1.01; "
          "allowed: above 0, at most 1"),
         ("unified, num_replicas: 1", "unified, num_replicas: 0",
-         f"17:{UNIFIED}.num_replicas: input should be greater than 0; got 0"),
+         f"17:{UNIFIED}.num_replicas: a deployment of no replicas; got 0; Serve takes 1 or more; leave this "
+         "entry and its pool out, or let Serve stop idle replicas: autoscaling_config: {min_replicas: 0, "
+         "max_replicas: 1} instead"),
         ("unified, num_replicas: 1", "unified, num_replicas: -1",
          f"17:{UNIFIED}.num_replicas: input should be greater than 0; got -1"),
         ("unified, num_replicas: 1", "unified, autoscaling_config: {min_replicas: 3, max_replicas: 1}",
