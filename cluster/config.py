@@ -52,7 +52,8 @@ def check_config(tree: object) -> tuple[TandemConfig | None, list[Problem]]:
     except (TypeError, ValueError) as error:
         return None, [Problem(path="", message=f"not plain data: {error}")]
     problems = [*elsewhere, *_empty_pools(tree), *leaf_problems(config), *_cross_problems(config)]
-    problems += pool_problems(config)
+    known = {problem.path for problem in problems}  # a value out of range need not fit others too
+    problems += [problem for problem in pool_problems(config) if problem.path not in known]
     return (None, problems) if problems else (config, [])
 
 

@@ -56,6 +56,12 @@ RANGES: dict[str, Range] = {
     "pools.*.schedule.max_prefill_chunk": _COUNT,
     "pools.*.schedule.max_waiting": Range(0, 1_000_000),
     "pools.*.schedule.expected_output_tokens": _COUNT,
+    "pools.*.transfer.heartbeat_s": Range(0.1, 600),
+    "pools.*.transfer.lease_s": Range(1, 3600),
+    "pools.*.transfer.expect_s": Range(0.1, 3600),
+    "pools.*.transfer.stall_s": Range(3, 3600),
+    "pools.*.transfer.silent_s": Range(2, 3600),  # groups say something every second
+    "pools.*.transfer.timeout_s": Range(0.1, 60),
     "pools.*.parallel.step_timeout_s": Range(0.1, 3600),
     "pools.*.parallel.threads_per_rank": Range(1, 1024),
     "router.placement.expected_output_tokens": _COUNT,

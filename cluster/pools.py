@@ -34,6 +34,24 @@ def pool_problems(config: TandemConfig) -> Iterable[Problem]:
     if "prefill" in pools:
         for name, pool in pools.items():
             yield from _prefill_needs(name, pool)
+    if pools:
+        yield from _impatient(pools)
+
+
+def _impatient(pools: Mapping[str, PoolConfig]) -> Iterable[Problem]:
+    """Times after which one side gives the other up, although it has had no chance to be heard twice."""
+    slowest = max(pools, key=lambda name: pools[name].transfer.heartbeat_s)
+    least_s = 2 * pools[slowest].transfer.heartbeat_s
+    for name, pool in pools.items():
+        for key, value in (("lease_s", pool.transfer.lease_s), ("stall_s", pool.transfer.stall_s)):
+            if value < least_s:
+                yield Problem(
+                    path=f"pools.{name}.transfer.{key}",
+                    message="shorter than two heartbeats of the other side",
+                    got=f"{value:g}",
+                    allowed=f"at least {least_s:g}",
+                    hint=f"pools.{slowest}.transfer.heartbeat_s is {least_s / 2:g}",
+                )
 
 
 def _prefill_needs(name: str, pool: PoolConfig) -> Iterable[Problem]:

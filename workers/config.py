@@ -58,6 +58,12 @@ class TransferConfig:
 
     enabled: bool = True  # read those of other groups, and let them read
     transport: str = "auto"  # auto (the fastest between two ranks), memory, process_group, sockets
+    heartbeat_s: float = 2.0  # how often readers renew their leases, and sources say that they work on them
+    lease_s: float = 10.0  # blocks are kept for a reader that is not heard of for so long
+    expect_s: float = 5.0  # that a source waits for the request whose blocks a reader wants
+    stall_s: float = 10.0  # a source that says nothing of a lease for so long: the rest is computed here
+    silent_s: float = 4.0  # a source that says nothing at all for so long is gone
+    timeout_s: float = 5.0  # to connect to a source, and for each next portion of its bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,7 @@ class GroupInfo:
     num_blocks: int
     kv_bytes_per_block: int
     exchanges_kv: bool = False  # reads KV blocks of groups of the same model, and lets them read its own
+    exchange_problem: str = ""  # why it does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +182,19 @@ class GroupAddress:
     epoch: int
     is_draining: bool = False  # finishes what it has, takes nothing new
     is_leaving: bool = False  # as was asked for, not because it failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReads:
+    """What a group has read from one other group in this epoch, for all routers together."""
+
+    group_id: GroupId  # the source
+    transport: str = ""  # by which blocks last came; of several, when ranks differ, joined by "+"
+    num_open: int = 0  # reads under way
+    num_done: int = 0  # that brought all they wanted
+    num_failed: int = 0  # that ended before they had it
+    num_blocks: int = 0  # that arrived whole
+    seconds: float = 0.0  # in which blocks were on their way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +233,7 @@ class GroupStats:
     kv_transferring_blocks: int = 0  # being written by a transfer now
     kv_leases: int = 0  # readers of this group's blocks now
     kv_leases_expired_total: int = 0  # of readers that were not heard of any more
+    kv_sources: tuple[SourceReads, ...] = ()  # the last few groups that were read from
 
 
 class BlockEventKind(Enum):

@@ -172,12 +172,13 @@ class ForeignMember(Member):
     """A group whose ranks are processes."""
 
     def __init__(self, loop: Loop, name: str, config: GroupConfig, ranks: Ranks) -> None:
-        self.pid, address = ranks.start(name, config)
+        self.pids, address = ranks.start(name, config)
+        self.pid = self.pids[0]
         super().__init__(loop, name, address)
 
-    def kill(self) -> None:
-        """SIGKILL for rank 0; returns when it is gone."""
-        os.kill(self.pid, signal.SIGKILL)
+    def kill(self, rank: int = 0) -> None:
+        """SIGKILL for a rank; returns when all are gone."""
+        os.kill(self.pids[rank], signal.SIGKILL)
         self._wait_for_end()
 
     def stop(self) -> None:
@@ -200,7 +201,8 @@ class ForeignMember(Member):
         self._wait_for_end()
 
     def _wait_for_end(self) -> None:
-        wait_until(lambda: not Path(f"/proc/{self.pid}").exists(), f"the end of {self.name}")
+        for pid in self.pids:
+            wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of {self.name}")
 
 
 class Ranks:
@@ -215,17 +217,19 @@ class Ranks:
             text=True,
         )
 
-    def start(self, name: str, config: GroupConfig) -> tuple[int, tuple[str, int]]:
-        """All of a group; the process of rank 0, and where it serves."""
+    def start(self, name: str, config: GroupConfig) -> tuple[list[int], tuple[str, int]]:
+        """All of a group; the process of each rank, and where rank 0 serves."""
         rendezvous = Rendezvous(host="", store_port=0, control_port=0, token="")  # rank 0 opens one
         self._order(name, RankOrder(config=config, rank=0, rendezvous=rendezvous))
         if config.parallel.tensor_parallel > 1:
             rendezvous = Rendezvous(**self._hear()["says"])
+        above = []
         for rank in range(1, config.parallel.tensor_parallel):
             self._order(name, RankOrder(config=config, rank=rank, rendezvous=rendezvous))
+            above.append(self._hear()["pid"])
         heard = self._hear()
         host, port = heard["says"]
-        return heard["pid"], (host, port)
+        return [heard["pid"], *above], (host, port)
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -1,7 +1,8 @@
 """Ranks as processes: `python -m tests.models.exchange_rank` forks one for every order, a line of JSON each.
 
 Everything is imported once, before there is any thread, so that a rank costs milliseconds. A rank 0 says
-where the others meet it, if there are others, then where it serves, and serves until SIGTERM.
+where the others meet it, if there are others, then where it serves, and serves until SIGTERM. The others say
+that they are there, before they meet it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ async def lead(config: GroupConfig, name: str) -> None:
 
 
 def follow(order: RankOrder, name: str) -> None:
+    say("a rank above 0")
     follower = FollowerHost(group_start(order.config, name), order.rank, order.rendezvous)
     follower.load()
     follower.follow()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -137,8 +139,40 @@ def test_every_transport(loop: Loop, long_config: Callable[[str, int], GroupConf
     with local_pair(loop, config, config) as pair:
         for length in (512, 2048):
             pair.check(prompt_ids(length), GREEDY, f"{length}")
-        assert isinstance(pair.decode, LocalMember)
-        assert [route.transport for route in pair.decode.host.routes()] == [transport]
+        (reads,) = pair.decode.stats.kv_sources
+        assert (reads.group_id, reads.transport) == ("prefill", transport)
+        assert (reads.num_open, reads.num_done, reads.num_failed) == (0, 2, 0)
+        assert reads.num_blocks == 31 + 127 and reads.seconds > 0
+
+
+def test_a_rank_that_cannot_listen_costs_the_exchange_and_not_the_group(
+    loop: Loop,
+    long_config: Callable[[str, int], GroupConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def taken(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    config, prompt = long_config("llama", 1), prompt_ids(100)
+    problem = "rank 0 gives out no blocks: [Errno 98] Address already in use"
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_server", taken)
+        deaf = LocalMember(loop, "deaf", config)
+    whole = LocalMember(loop, "whole", config)
+    try:
+        assert (deaf.info.exchanges_kv, deaf.info.exchange_problem) == (False, problem)
+        assert (whole.info.exchanges_kv, whole.info.exchange_problem) == (True, "")
+        assert caplog.text.count(problem) == 1
+        expected = whole.answer(whole.submit(prompt, salt="alone")).token_ids
+        for reader, source in ((deaf, whole), (whole, deaf)):
+            answer = reader.answer(reader.submit(prompt, source=source.source()), timeout_s=3.0)
+            assert answer.token_ids == expected and answer.num_cached == 0
+        assert deaf.stats.kv_fetches_total == 0
+        whole.wait_for("refusal", kv_fetches_lost_total=1)
+    finally:
+        deaf.close()
+        whole.close()
 
 
 def test_groups_that_exchange_nothing(loop: Loop, long_config: Callable[[str, int], GroupConfig]) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from tests.models.checkpoints import prompt_ids
-from tests.models.exchange_groups import ForeignMember, LocalMember, Loop, Member, Ranks
-from workers.config import GroupConfig
+from tests.models.engine_groups import GREEDY
+from tests.models.exchange_groups import ForeignMember, LocalMember, Loop, Member, Ranks, through
+from workers.config import GroupConfig, TransferConfig
 from workers.types import RequestId
 
 PROMPT = prompt_ids(200)
@@ -90,6 +92,34 @@ def test_a_reader_killed_in_the_middle(foreign: ForeignMember, local: LocalMembe
     local.wait_for("rest", timeout_s=1.0, kv_leases_expired_total=0, **NOTHING)
 
 
+@pytest.fixture
+def of_two(
+    loop: Loop, ranks: Ranks, long_config: Callable[[str, int], GroupConfig]
+) -> Iterator[ForeignMember]:
+    """Two processes, one of which is hit."""
+    member = ForeignMember(loop, "two-ranks", long_config("llama", 2), ranks)
+    yield member
+    member.close()
+
+
+def test_a_rank_above_0_of_a_source_killed_in_the_middle(of_two: ForeignMember, local: LocalMember) -> None:
+    expected = alone(local)
+    request_id = begin(of_two, local)
+    of_two.kill(rank=1)
+    answer = local.answer(request_id, timeout_s=3.0)
+    assert answer.token_ids == expected and answer.num_cached == HALF
+    local.wait_for("rest", kv_fetches_lost_total=1, **NOTHING)
+
+
+def test_a_rank_above_0_of_a_reader_killed_in_the_middle(of_two: ForeignMember, local: LocalMember) -> None:
+    expected = alone(local)
+    begin(local, of_two)
+    of_two.kill(rank=1)
+    local.wait_for("rest", timeout_s=1.0, kv_leases_expired_total=0, **NOTHING)
+    again = local.answer(local.submit(PROMPT))
+    assert again.token_ids == expected and again.num_cached == HALF  # what it had lent is whole
+
+
 @pytest.mark.faults
 def test_a_source_that_never_gets_the_request(foreign: ForeignMember, local: LocalMember) -> None:
     request_id = begin(foreign, local)
@@ -107,13 +137,42 @@ def test_a_source_that_is_stopped(foreign: ForeignMember, local: LocalMember) ->
     expected = alone(local)
     request_id = begin(foreign, local)
     foreign.stop()
-    answer = local.answer(request_id, timeout_s=9.5)  # silent for 5 s, looked at every 2 s
+    answer = local.answer(request_id, timeout_s=5.0)  # silent for 4 s, looked at every half second
     assert answer.token_ids == expected and answer.num_cached == HALF
     assert local.stats.kv_fetches_lost_total == 1
     foreign.go_on()
     foreign.wait_for("rest", timeout_s=2.0, **NOTHING)
     again = foreign.answer(foreign.submit(PROMPT))
     assert again.token_ids == expected
+
+
+@pytest.mark.faults
+def test_a_source_that_computes_something_else_for_long_is_waited_for(
+    loop: Loop, ranks: Ranks, long_config: Callable[[str, int], GroupConfig], local: LocalMember
+) -> None:
+    """Its queue, that is, is longer than a reader waits for one that says nothing."""
+    config = long_config("llama", 1)
+    one_by_one = replace(config, schedule=replace(config.schedule, max_running=1))
+    patient = replace(config, transfer=TransferConfig(stall_s=3.0, heartbeat_s=1.0))
+    source = ForeignMember(loop, "busy", one_by_one, ranks)
+    reader = ForeignMember(loop, "patient", patient, ranks)
+    try:
+        expected = alone(local)
+        endless = replace(GREEDY, max_tokens=2000, ignore_eos=True)
+        busy = [source.submit([7], endless, salt=f"{i}") for i in range(12)]
+        began_s = time.monotonic()
+        request_id = through(source, reader, PROMPT)
+        time.sleep(7.0)
+        assert source.answers[busy[-1], 0].finish is None, "the source was not busy for long enough"
+        for request in busy:
+            source.abort(request)
+        answer = reader.answer(request_id)
+        assert time.monotonic() - began_s > 2 * 3.0
+        assert answer.token_ids == expected and answer.num_cached == 192
+        assert reader.wait_for("all", kv_fetched_tokens_total=192).kv_fetches_stalled_total == 0
+    finally:
+        source.close()
+        reader.close()
 
 
 @pytest.mark.faults

@@ -1,6 +1,7 @@
 """Leases that other groups have on this group's blocks, as their connections see them.
 
-    OPEN_LEASE    -> the engine pins and offers: KV_POOL (once a connection), then LEASE_OFFER, several times
+    OPEN_LEASE    -> the engine pins and offers: KV_POOL (once a connection), then LEASE_OFFER, several times;
+                     empty ones, by a timer, as long as the engine has not said the last word
     RENEW_LEASES  -> the leases live on
     CLOSE_LEASE, or the end of the connection -> the engine unpins
 
@@ -65,19 +66,24 @@ class _Reader:
 class LeaseDesk:
     """All readers of a group. All methods but `on_offer` belong to the asyncio loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, heartbeat_s: float = 2.0) -> None:
+        """heartbeat_s: how often readers that wait hear that the group works on it."""
+        self._heartbeat_s = heartbeat_s
+        self._beat_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: KVPool | None = None
         self._engine: LeaseInput | None = None
         self._serials = count(1)
         self._readers: dict[Channel, _Reader] = {}
         self._holders: dict[LeaseId, tuple[Channel, int]] = {}
+        self._growing: set[LeaseId] = set()  # of which the engine has not said the last word
         self._offers: deque[tuple[LeaseId, tuple[BlockOffer, ...], bool]] = deque()
         self._is_woken = False
 
     def open(self, pool: KVPool, engine: LeaseInput) -> None:
         """From now on blocks are lent. Until then, and without it, every lease is refused."""
         self._loop = asyncio.get_running_loop()
+        self._beat_s = self._loop.time()
         self._pool = pool
         self._engine = engine
 
@@ -112,6 +118,17 @@ class LeaseDesk:
             for lease_id in reader.leases.values():
                 self._end(self._engine, lease_id)
 
+    def beat(self) -> None:
+        """To be called by a timer: tells readers that wait that they do not wait for nothing. The engine may
+        be in a long step, or have a long queue; an engine that has failed ends their connections."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._beat_s < self._heartbeat_s:
+            return
+        self._beat_s = now_s
+        for lease_id in self._growing:
+            channel, number = self._holders[lease_id]
+            channel.send(_offer(number, (), is_complete=False))
+
     def on_offer(self, lease_id: LeaseId, offers: tuple[BlockOffer, ...], is_complete: bool) -> None:
         """The engine, in its thread: these blocks of the lease can be read, and no others if is_complete."""
         assert self._loop is not None, "no lease has been asked for"
@@ -138,6 +155,7 @@ class LeaseDesk:
         lease_id = LeaseId(f"{reader.serial}:{message.number}")
         reader.leases[message.number] = lease_id
         self._holders[lease_id] = (channel, message.number)
+        self._growing.add(lease_id)
         engine.exchange(BeginLease(lease_id, message.hashes, message.transfer_id))
 
     def _leases_of(self, channel: Channel, numbers: Iterable[int]) -> list[LeaseId]:
@@ -159,6 +177,7 @@ class LeaseDesk:
 
     def _end(self, engine: LeaseInput, lease_id: LeaseId) -> None:
         del self._holders[lease_id]
+        self._growing.discard(lease_id)
         engine.exchange(EndLease(lease_id))
 
     def _pass_on(self) -> None:
@@ -169,12 +188,16 @@ class LeaseDesk:
             if holder is None:  # closed meanwhile
                 continue
             channel, number = holder
-            channel.send(
-                LeaseOffer(
-                    number=number,
-                    first=offers[0].index if offers else 0,
-                    blocks=tuple(offer.block for offer in offers),
-                    generations=tuple(offer.generation for offer in offers),
-                    is_complete=is_complete,
-                )
-            )
+            if is_complete:
+                self._growing.discard(lease_id)
+            channel.send(_offer(number, offers, is_complete=is_complete))
+
+
+def _offer(number: int, offers: tuple[BlockOffer, ...], *, is_complete: bool) -> LeaseOffer:
+    return LeaseOffer(
+        number=number,
+        first=offers[0].index if offers else 0,
+        blocks=tuple(offer.block for offer in offers),
+        generations=tuple(offer.generation for offer in offers),
+        is_complete=is_complete,
+    )

@@ -389,6 +389,7 @@ class StreamServer:
             await asyncio.sleep(self._limits.heartbeat_s)
             now_s = self._loop.time()
             may_judge = silence.may_judge(now_s)
+            self._desk.beat()
             beat = encode(Stats(stats=self._stats)) + encode(Ping())
             for client in list(self._connections.values()):
                 silent_s = now_s - client.channel.heard_s

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from workers.config import CacheConfig, ScheduleConfig
+from workers.config import CacheConfig, ScheduleConfig, TransferConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.exchange import ExchangeCommand, KVExchange, Redirect
 from workers.engine.execution import Outcome, problem_with, run_plan
@@ -56,10 +56,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         peers: KVPeers | None = None,
         on_offer: OfferListener | None = None,
+        transfer: TransferConfig | None = None,
         first_generation: int = 0,
     ) -> None:
         """peers: through whom blocks of other groups are read; None: sources of requests are ignored.
         on_offer hears of blocks that other groups may read here, in the thread that uses the engine.
+        transfer: times of both; None for the usual ones.
         first_generation: of its blocks; drawn at random, it tells them from those of an earlier engine."""
         self._limits = limits
         self._executor = executor
@@ -76,6 +78,7 @@ class Engine:
             clock=clock,
             peers=peers if self._prefix_reuse else None,
             on_offer=on_offer,
+            transfer=transfer,
         )
         self._scheduler = Scheduler(
             schedule=schedule,
@@ -113,9 +116,9 @@ class Engine:
         self._requests[request.request_id] = sequences
         self._scheduler.add(sequences)
         self._is_stalled = False
-        if request.transfer_id is not None:
+        if request.transfer_id is not None:  # others wait for it: it does not wait for others
             self._exchange.leases.request_came(request.transfer_id)
-        if request.kv_source is not None:
+        elif request.kv_source is not None:
             self._exchange.fetches.want(sequences[0], request.kv_source)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -248,6 +251,7 @@ class Engine:
             kv_transferring_blocks=fetches.num_in_flight,
             kv_leases=len(leases),
             kv_leases_expired_total=leases.expired_total,
+            kv_sources=fetches.counts.told(),
         )
 
     def take_events(self) -> list[BlockEvent]:

@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from workers.config import TransferConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.fetch import KVPeers
 from workers.engine.fetches import FetchTable
-from workers.engine.leases import LeaseId, LeaseTable, OfferListener
+from workers.engine.leases import LeaseId, LeaseTable, LeaseTerms, OfferListener
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.request import check_source
 from workers.engine.sequence import Sequence
@@ -28,7 +29,8 @@ _PATIENCE_S = 2.0  # that a group with nothing else to do waits for memory held 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The source of a fetch has these further blocks; is_complete: and no others."""
+    """The source of a fetch has these further blocks; is_complete: and no others. Without any it says that it
+    still works on them."""
 
     fetch_id: int
     offers: tuple[BlockOffer, ...]
@@ -50,6 +52,8 @@ class Pulled:
 
     pull_id: int
     error: str | None = None
+    transport: str = ""  # by which the blocks came
+    seconds: float = 0.0  # that it had its source to itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,25 @@ class KVExchange:
         clock: Callable[[], float],
         peers: KVPeers | None = None,
         on_offer: OfferListener | None = None,
+        transfer: TransferConfig | None = None,
     ) -> None:
-        """peers None: nothing is read from others."""
+        """peers None: nothing is read from others. transfer: times; None for the usual ones."""
+        transfer = transfer or TransferConfig()
         self._clock = clock
         self.fetches = FetchTable(
-            pool=pool, block_size=block_size, in_progress=in_progress, peers=peers, clock=clock
+            pool=pool,
+            block_size=block_size,
+            in_progress=in_progress,
+            peers=peers,
+            clock=clock,
+            stall_s=transfer.stall_s,
         )
-        self.leases = LeaseTable(pool=pool, on_offer=on_offer or _nobody_reads, clock=clock)
+        self.leases = LeaseTable(
+            pool=pool,
+            on_offer=on_offer or _nobody_reads,
+            clock=clock,
+            terms=LeaseTerms(expire_s=transfer.lease_s, expect_s=transfer.expect_s),
+        )
         self._swept_s = float("-inf")
         self._short_since_s: float | None = None
 
@@ -120,7 +136,7 @@ class KVExchange:
             case SourceLost():
                 self.fetches.source_lost(command.fetch_id, command.reason)
             case Pulled():
-                self.fetches.pulled(command.pull_id, command.error)
+                self.fetches.pulled(command.pull_id, command.error, command.transport, command.seconds)
                 if self.leases.num_growing:  # who reads from here may want what has come
                     self.leases.look()
             case OpenLease():
@@ -130,8 +146,8 @@ class KVExchange:
 
     def redirect(self, sequence: Sequence, source: KVSource | None) -> None:
         """The request of this first choice reads from another source, or none; too late once it has been
-        admitted."""
-        if sequence.parent.is_admitted:
+        admitted. One that others wait for never reads."""
+        if sequence.parent.is_admitted or sequence.parent.request.transfer_id is not None:
             return
         self.fetches.release(sequence)
         if source is None:
@@ -161,11 +177,14 @@ class KVExchange:
         return self.fetches.yield_blocks() or self.leases.revoke_youngest()
 
     def gives_way(self) -> bool:
-        """Nothing runs, and the first who waits has no room: yields blocks once that has lasted."""
+        """Nothing runs, and the first who waits has no room: yields blocks, and what is reserved for fetches,
+        once that has lasted. Groups that read from each other might wait for each other's room."""
         now_s = self._clock()
         if self._short_since_s is None:
             self._short_since_s = now_s
-        return now_s - self._short_since_s >= _PATIENCE_S and self.yield_blocks()
+        if now_s - self._short_since_s < _PATIENCE_S:
+            return False
+        return self.fetches.yield_blocks(and_demand=True) or self.leases.revoke_youngest()
 
     def note_admission(self) -> None:
         """Somebody had room."""

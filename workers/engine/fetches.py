@@ -24,11 +24,11 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.demand import OutputLengthEstimate
 from workers.engine.fetch import Fetch, FetchEnd, FetchState, KVPeers
 from workers.engine.prefixes import PrefixesInProgress
+from workers.engine.reads import ReadCounts
 from workers.engine.sequence import Sequence as TokenSequence
 from workers.hashing import BlockHash
 from workers.types import BlockOffer, BlockRead, KVSource
 
-_STALL_S: Final = 10.0  # without an offer or an arrival
 _MAX_PULL_BLOCKS: Final = 64  # in one pull: progress is seen, and memory given back, in these portions
 
 _log = logging.getLogger(__name__)
@@ -51,13 +51,15 @@ class FetchTable:
         in_progress: PrefixesInProgress,
         peers: KVPeers | None,
         clock: Callable[[], float],
+        stall_s: float,
     ) -> None:
-        """peers None: sources are ignored."""
+        """peers None: sources are ignored. stall_s: that a source may say nothing of a fetch."""
         self._pool = pool
         self._block_size = block_size
         self._in_progress = in_progress
         self._peers = peers
         self._clock = clock
+        self._stall_s = stall_s
         self._open: dict[int, Fetch] = {}
         self._over: dict[int, Fetch] = {}  # whose request has not been admitted
         self._pulls: dict[int, _Pull] = {}
@@ -66,6 +68,7 @@ class FetchTable:
         self.num_wanted = 0
         self.num_in_flight = 0  # blocks
         self.fetched_blocks_total = 0
+        self.counts = ReadCounts()
         self.ended_total = dict.fromkeys(FetchEnd, 0)
 
     def __len__(self) -> int:
@@ -155,10 +158,13 @@ class FetchTable:
         self._over.pop(fetch.id, None)
         self._free_held(fetch)
 
-    def yield_blocks(self) -> bool:
-        """Gives up the fetch latest in the order of service that has blocks. False when none has any that
-        could be freed, now or with the end of a pull."""
-        candidates = [fetch for fetch in self._open.values() if fetch.held or fetch.num_in_flight]
+    def yield_blocks(self, *, and_demand: bool = False) -> bool:
+        """Gives up the fetch latest in the order of service that has blocks, or, with `and_demand`, that
+        keeps others from having them. False when none has any that could be freed, now or with the end of a
+        pull."""
+        candidates = [
+            fetch for fetch in self._open.values() if and_demand or fetch.held or fetch.num_in_flight
+        ]
         candidates += [fetch for fetch in self._over.values() if fetch.held]
         if not candidates:
             return False
@@ -171,7 +177,8 @@ class FetchTable:
     # -- of the other side --------------------------------------------------------------------------------
 
     def offered(self, fetch_id: int, offers: Sequence[BlockOffer], is_complete: bool) -> None:
-        """The source has these blocks, and no more will come if is_complete."""
+        """The source has these blocks, and no more will come if is_complete. With neither it says that it
+        still works on them."""
         fetch = self._open.get(fetch_id)
         if fetch is None:
             return
@@ -186,8 +193,8 @@ class FetchTable:
         elif len(offers) > self._pool.num_available:
             self._end(fetch, FetchEnd.NO_MEMORY)
         else:
+            fetch.progress_s = self._clock()
             if offers:
-                fetch.progress_s = self._clock()
                 fetch.num_offered = end
                 self._pull(fetch, offers)
             fetch.source_is_done = is_complete
@@ -200,8 +207,9 @@ class FetchTable:
             _log.warning("source %s is lost: %s", fetch.source.group_id, reason)
             self._end(fetch, FetchEnd.LOST)
 
-    def pulled(self, pull_id: int, error: str | None) -> None:
-        """Nothing will be written into the pull's blocks any more; without an error they are whole."""
+    def pulled(self, pull_id: int, error: str | None, transport: str = "", seconds: float = 0.0) -> None:
+        """Nothing will be written into the pull's blocks any more; without an error they are whole, came by
+        this transport, and kept it busy for `seconds`."""
         pull = self._pulls.pop(pull_id, None)
         if pull is None:
             return
@@ -219,6 +227,7 @@ class FetchTable:
         fetch.num_arrived += len(pull.blocks)
         fetch.progress_s = self._clock()
         self.fetched_blocks_total += len(pull.blocks)
+        self.counts.arrived(fetch.source.group_id, len(pull.blocks), transport, seconds)
         for block, block_hash in zip(pull.blocks, pull.hashes, strict=True):
             self._keep(fetch, block, block_hash)
         if fetch.state is FetchState.OPEN:
@@ -229,9 +238,9 @@ class FetchTable:
     def sweep(self) -> bool:
         """Gives up every fetch that makes no progress; returns whether one was. To be called by a timer."""
         now_s = self._clock()
-        late = [fetch for fetch in self._open.values() if now_s - fetch.progress_s > _STALL_S]
+        late = [fetch for fetch in self._open.values() if now_s - fetch.progress_s > self._stall_s]
         for fetch in late:
-            _log.warning("source %s has sent nothing for %g s", fetch.source.group_id, _STALL_S)
+            _log.warning("source %s has sent nothing for %g s", fetch.source.group_id, self._stall_s)
             self._end(fetch, FetchEnd.STALLED)
         return bool(late)
 
@@ -287,6 +296,7 @@ class FetchTable:
         fetch.expected_blocks = expected_blocks
         fetch.progress_s = self._clock()
         self._open[fetch.id] = fetch
+        self.counts.begun(fetch.source.group_id)
         self._in_progress.announce_fetched(sequence, fetch.wanted)
         assert self._peers is not None
         self._peers.open(fetch.id, fetch.source, fetch.wanted)
@@ -332,6 +342,7 @@ class FetchTable:
         fetch.state = FetchState.OVER
         self._over[fetch.id] = fetch
         self.ended_total[end] += 1
+        self.counts.ended(fetch.source.group_id, end)
         for block_hash in fetch.wanted:
             self._in_progress.finish(fetch.sequence, block_hash)
         self._peers.close(fetch.id)

@@ -3,7 +3,8 @@
 An admitted sequence announces the hashes of the full blocks that it will compute. A waiting sequence that
 needs one of them next is better off waiting: once sealed, the block is its for nothing. Entries live only as
 long as their sequence runs, and a running sequence always gets on or is preempted, so nobody waits for ever.
-The same goes for blocks that a waiting sequence has read from another group, as long as that goes on.
+The same goes for blocks that a waiting sequence has read from another group, as long as that goes on; only
+a request that other groups wait for does not wait for them: two groups might wait for each other.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class PrefixesInProgress:
         for block_hash in sequence.hashes[first:end]:
             owner = self._computing.get(block_hash)
             if owner is None or owner.key[0] > sequence.key[0]:
+                break
+            if owner.parent.fetch is not None and sequence.parent.request.transfer_id is not None:
                 break
             last = block_hash
         return last

@@ -116,10 +116,7 @@ class Scheduler:
         budget = self._max_step_tokens - len(self._decoding)
         chunks = self._reserve_chunks(budget)
         if preemptions == self.preemptions_total:  # else memory is short: nobody new
-            if self._exchange.fetches.num_wanted:
-                self._exchange.fetches.start_wanted(
-                    self._waiting, self.estimate, self._demand_of_running(), is_idle=not self.num_running
-                )
+            self._start_fetches()
             self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
         slices = [
             SequenceSlice(
@@ -310,7 +307,11 @@ class Scheduler:
             fetch = sequence.parent.fetch
             if fetch is not None and fetch.state is not FetchState.OVER:
                 if fetch.state is FetchState.WANTED and sequence is fetch.sequence:
-                    break
+                    if self.num_running or not self._exchange.gives_way():
+                        break
+                    self._start_fetches()
+                    index, demand = 0, None  # whose fetch was given up need not wait any more
+                    continue
                 index += 1
                 continue
             readable = sequence.num_readable // self._block_size if self._prefix_reuse else 0
@@ -327,7 +328,7 @@ class Scheduler:
                 if demand + fresh + revived > self._pool.num_available:
                     if self.num_running or not self._exchange.gives_way():
                         break
-                    demand = None
+                    index, demand = 0, None
                     continue
             del self._waiting[index]
             self._start_prefill(sequence, found)
@@ -337,6 +338,12 @@ class Scheduler:
             chunks.append((sequence, end))
             if demand is not None:
                 demand += max(0, self.estimate.expected_blocks(sequence) - len(sequence.block_table))
+
+    def _start_fetches(self) -> None:
+        if self._exchange.fetches.num_wanted:
+            self._exchange.fetches.start_wanted(
+                self._waiting, self.estimate, self._demand_of_running(), is_idle=not self.num_running
+            )
 
     def _demand_of_running(self) -> int:
         """Blocks that running sequences are expected to ask for until they end."""

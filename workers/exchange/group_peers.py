@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from workers.config import TransferConfig
 from workers.data_plane.channel import ClientIdentity, SilenceCheck
 from workers.engine.exchange import ExchangeCommand, Pulled, SourceLost
 from workers.exchange.rank_pulls import RankPulls
@@ -20,7 +21,7 @@ from workers.transfer.layout import KVLayout
 from workers.transfer.puller import SourceGroup
 from workers.types import BlockRead, GroupId, KVSource
 
-RENEW_S: Final = 2.0
+CHECK_S: Final = 0.5  # the longest between two looks at all connections
 
 
 class _Place(NamedTuple):
@@ -34,14 +35,15 @@ class _Place(NamedTuple):
 class GroupPeers:
     """`open`, `pull` and `close` are the engine's; `start` and `stop` belong to the asyncio loop."""
 
-    def __init__(self, *, identity: ClientIdentity, layout: KVLayout) -> None:
+    def __init__(self, *, identity: ClientIdentity, layout: KVLayout, transfer: TransferConfig) -> None:
         """identity: of this group among the clients of another."""
         self._identity = identity
         self._layout = layout
+        self._transfer = transfer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pulls: RankPulls | None = None
         self._tell: Callable[[ExchangeCommand], None] | None = None
-        self._renewing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._links: dict[_Place, SourceLink] = {}
         self._places: dict[int, _Place] = {}  # by fetch
         self._groups: dict[int, SourceGroup] = {}  # by fetch; the engine's thread looks up
@@ -51,14 +53,14 @@ class GroupPeers:
         self._loop = asyncio.get_running_loop()
         self._pulls = pulls
         self._tell = tell
-        self._renewing = self._loop.create_task(self._renew())
+        self._watching = self._loop.create_task(self._watch())
 
     async def stop(self) -> None:
         """Closes all connections and makes no more. May be called twice."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
-            self._renewing = None
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
         for link in self._links.values():
             link.end("this group ends")
         self._links.clear()
@@ -91,14 +93,19 @@ class GroupPeers:
 
     def _open(self, fetch_id: int, source: KVSource, hashes: tuple[BlockHash, ...]) -> None:
         assert self._tell is not None
-        if self._renewing is None:  # the engine's last steps
+        if self._watching is None:  # the engine's last steps
             self._tell(SourceLost(fetch_id, "this group ends"))
             return
         place = _Place(source.group_id, source.host, source.port)
         link = self._links.get(place)
         if link is None or link.is_over:
             link = self._links[place] = SourceLink(
-                source, self._identity, self._layout, tell=self._tell, know=self._groups.__setitem__
+                source,
+                self._identity,
+                self._layout,
+                self._transfer,
+                tell=self._tell,
+                know=self._groups.__setitem__,
             )
         self._places[fetch_id] = place
         link.open(fetch_id, hashes, source.transfer_id)
@@ -109,13 +116,20 @@ class GroupPeers:
         if place is not None and (link := self._links.get(place)) is not None:
             link.close(fetch_id)
 
-    async def _renew(self) -> None:
+    async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        silence = SilenceCheck(RENEW_S)
+        heartbeat_s = self._transfer.heartbeat_s
+        period_s = min(CHECK_S, heartbeat_s)
+        silence = SilenceCheck(period_s)
+        renewed_s = loop.time()
         while True:
-            await asyncio.sleep(RENEW_S)
-            may_judge = silence.may_judge(loop.time())
+            await asyncio.sleep(period_s)
+            now_s = loop.time()
+            may_judge = silence.may_judge(now_s)
+            renews = now_s - renewed_s >= heartbeat_s
+            if renews:
+                renewed_s = now_s
             for place, link in list(self._links.items()):
-                link.renew(may_judge=may_judge)
+                link.check(may_judge=may_judge, renews=renews)
                 if link.is_over:
                     del self._links[place]

@@ -19,7 +19,6 @@ import torch
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.lease_desk import LeaseDesk
 from workers.data_plane.wire import KVPool
-from workers.engine.exchange import Pulled
 from workers.engine.loop import EngineLoop
 from workers.exchange.group_peers import GroupPeers
 from workers.exchange.rank_pulls import FollowerPulls, RankPulls
@@ -33,7 +32,7 @@ from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS
 from workers.transfer.layout import KVLayout
 from workers.transfer.link import Endpoint
-from workers.transfer.puller import Route, TransferSettings
+from workers.transfer.puller import TransferSettings
 
 _GENERATION_BITS: Final = 48  # of the first generation, drawn at random; counting on overflows nothing
 
@@ -64,20 +63,27 @@ class LeaderExchange:
         self._others = [_endpoint(rank, prepared) for rank in range(1, facts.tensor_parallel)]
         self._agent: Agent | None = None
         identity = ClientIdentity(client_id=f"reader-{start.group_id}", secret=start.secret, subscribes=False)
-        self.peers = GroupPeers(identity=identity, layout=self._layout)
-        self.desk = LeaseDesk()
+        transfer = start.config.transfer
+        self.peers = GroupPeers(identity=identity, layout=self._layout, transfer=transfer)
+        self.desk = LeaseDesk(heartbeat_s=transfer.heartbeat_s)
         self.first_generation = secrets.randbits(_GENERATION_BITS)
 
     def load(self, pool: torch.Tensor, generations: memoryview, host: str) -> None:
-        """Starts this rank's agent. generations: of the engine, live."""
-        self._agent = Agent(
-            pool=pool,
-            layout=self._layout,
-            rank=0,
-            generations=np.frombuffer(generations, dtype=np.int64),
-            host=host,
-            settings=settings_of(self._start),
-        )
+        """Starts this rank's agent. generations: of the engine, live.
+
+        Raises ExchangeImpossible, as when the agent cannot listen.
+        """
+        try:
+            self._agent = Agent(
+                pool=pool,
+                layout=self._layout,
+                rank=0,
+                generations=np.frombuffer(generations, dtype=np.int64),
+                host=host,
+                settings=settings_of(self._start),
+            )
+        except (OSError, ValueError) as error:
+            raise ExchangeImpossible(f"rank 0 gives out no blocks: {error}") from error
 
     def start(self, engine_loop: EngineLoop) -> None:
         """From now on others may read, and the engine may have blocks read. Before its thread runs."""
@@ -87,17 +93,13 @@ class LeaderExchange:
             agent,
             num_ranks=self._layout.tensor_parallel,
             send_order=link.send_order if link is not None else _nobody,
-            on_end=lambda pull_id, error: engine_loop.exchange(Pulled(pull_id, error)),
+            on_end=engine_loop.exchange,
         )
         if link is not None:
             link.hear_reports(pulls.on_report)
         self.peers.start(pulls, engine_loop.exchange)
         endpoints = tuple((host, port) for host, port in (agent.endpoint, *self._others))
         self.desk.open(KVPool(layout=asdict(self._layout), endpoints=endpoints), engine_loop)
-
-    def routes(self) -> list[Route]:
-        """How blocks come to this rank now."""
-        return self._agent.routes() if self._agent is not None else []
 
     async def disconnect(self) -> None:
         """Asks other groups for nothing any more. May be called twice."""
@@ -157,11 +159,12 @@ def layout_of(facts: RankFacts) -> KVLayout:
 
 def settings_of(start: GroupStart) -> TransferSettings:
     """How a rank of this group moves bytes."""
-    transport = start.config.transfer.transport
+    transfer = start.config.transfer
     return TransferSettings(
         secret=start.secret,
         machine=machine_id(),
-        transports=TRANSPORTS if transport == "auto" else (transport,),
+        transports=TRANSPORTS if transfer.transport == "auto" else (transfer.transport,),
+        timeout_s=transfer.timeout_s,
     )
 
 

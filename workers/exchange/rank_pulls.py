@@ -7,12 +7,14 @@ agent between two steps, at once when the group is idle. Their reports come back
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Protocol
 
 import msgspec
 
+from workers.engine.exchange import Pulled
 from workers.runtime.frames import ProtocolError
 from workers.transfer.layout import KVLayout
 from workers.transfer.link import Endpoint
@@ -30,6 +32,10 @@ class PullAgent(Protocol):
         """Raises TransferFailed or ValueError when the order is not taken: then it does not end either."""
         ...
 
+    def transports(self, source: SourceGroup) -> tuple[str, ...]:
+        """By which the blocks of its ranks come here now."""
+        ...
+
 
 class _PullOrder(msgspec.Struct, frozen=True, array_like=True):
     pull_id: int
@@ -41,20 +47,24 @@ class _PullOrder(msgspec.Struct, frozen=True, array_like=True):
 class _PullReport(msgspec.Struct, frozen=True, array_like=True):
     pull_id: int
     error: str | None
+    transports: tuple[str, ...]
 
 
 class _Open:
     """A pull under way."""
 
-    __slots__ = ("error", "ranks")
+    __slots__ = ("error", "ranks", "since_s", "source", "transports")
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, source: SourceGroup, ranks: Iterable[int], now_s: float) -> None:
+        self.source = source
+        self.since_s = now_s  # alone with its source: pulls of one source come one after the other
         self.ranks = set(ranks)  # that have not ended it
         self.error: str | None = None  # the first
+        self.transports: set[str] = set()
 
 
 class RankPulls:
-    """Rank 0's side. `on_end(pull_id, error)` is called once for each pull, in any thread."""
+    """Rank 0's side. `on_end` is called once for each pull, in any thread."""
 
     def __init__(
         self,
@@ -62,24 +72,26 @@ class RankPulls:
         *,
         num_ranks: int,
         send_order: Callable[[bytes], None],
-        on_end: Callable[[int, str | None], None],
+        on_end: Callable[[Pulled], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """send_order: to all ranks above 0; raises GroupFailed when one is gone."""
         self._agent = agent
         self._num_ranks = num_ranks
         self._send_order = send_order
         self._on_end = on_end
+        self._clock = clock
         self._lock = Lock()
         self._open: dict[int, _Open] = {}
 
     def start(self, pull_id: int, source: SourceGroup, blocks: tuple[BlockRead, ...]) -> None:
         """Has all ranks pull. Raises GroupFailed."""
         with self._lock:
-            self._open[pull_id] = _Open(range(self._num_ranks))
+            self._open[pull_id] = _Open(source, range(self._num_ranks), self._clock())
         if self._num_ranks > 1:
             order = _PullOrder(pull_id, source.layout, source.endpoints, blocks)
             self._send_order(msgspec.msgpack.encode(order))
-        _begin(self._agent, source, pull_id, blocks, lambda error: self._ended(0, pull_id, error))
+        _begin(self._agent, source, pull_id, blocks, lambda *end: self._ended(0, pull_id, *end))
 
     def on_report(self, rank: int, body: bytes) -> None:
         """What a rank above 0 says. Raises ProtocolError."""
@@ -87,21 +99,27 @@ class RankPulls:
             report = msgspec.msgpack.decode(body, type=_PullReport)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"a report of a pull: {error}") from error
-        self._ended(rank, report.pull_id, report.error)
+        self._ended(rank, report.pull_id, report.error, report.transports)
 
-    def _ended(self, rank: int, pull_id: int, error: str | None) -> None:
+    def _ended(self, rank: int, pull_id: int, error: str | None, transports: tuple[str, ...]) -> None:
         with self._lock:
             pull = self._open.get(pull_id)
             if pull is None or rank not in pull.ranks:
                 _log.error("rank %d ends pull %d, which it does not have", rank, pull_id)
                 return
             pull.ranks.discard(rank)
+            pull.transports.update(transports)
             if error is not None and pull.error is None:
                 pull.error = error if self._num_ranks == 1 else f"rank {rank}: {error}"
             if pull.ranks:
                 return
             del self._open[pull_id]
-        self._on_end(pull_id, pull.error)
+            now_s = self._clock()
+            seconds = now_s - pull.since_s
+            for other in self._open.values():
+                if other.source == pull.source:
+                    other.since_s = now_s
+        self._on_end(Pulled(pull_id, pull.error, "+".join(sorted(pull.transports)), seconds))
 
 
 class FollowerPulls:
@@ -124,7 +142,7 @@ class FollowerPulls:
             source,
             order.pull_id,
             order.blocks,
-            lambda error: self._report(msgspec.msgpack.encode(_PullReport(order.pull_id, error))),
+            lambda *end: self._report(msgspec.msgpack.encode(_PullReport(order.pull_id, *end))),
         )
 
 
@@ -133,14 +151,14 @@ def _begin(
     source: SourceGroup,
     pull_id: int,
     blocks: tuple[BlockRead, ...],
-    on_end: Callable[[str | None], None],
+    on_end: Callable[[str | None, tuple[str, ...]], None],
 ) -> None:
-    """on_end comes once, also for an order that the agent does not take."""
+    """on_end(error, transports) comes once, also for an order that the agent does not take."""
 
     def ended(_pull_id: int, error: TransferFailed | None) -> None:
-        on_end(None if error is None else str(error))
+        on_end(None if error is None else str(error), agent.transports(source))
 
     try:
         agent.pull(source, Order(pull_id, blocks, ended))
     except (TransferFailed, ValueError) as error:
-        on_end(str(error))
+        on_end(str(error), ())

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from workers.config import TransferConfig
 from workers.data_plane.channel import Channel, ClientIdentity, HandshakeFailed, connect
 from workers.data_plane.wire import (
     MAX_LEASE_BLOCKS,
@@ -39,8 +40,6 @@ from workers.transfer.link import Endpoint
 from workers.transfer.puller import SourceGroup, source_group
 from workers.types import BlockOffer, KVSource
 
-CONNECT_TIMEOUT_S: Final = 5.0
-DEAD_AFTER_S: Final = 5.0  # the source sends a heartbeat every second; silent for longer, it is gone
 KEEP_S: Final = 30.0  # a connection without a lease
 
 _log = logging.getLogger(__name__)
@@ -60,6 +59,7 @@ class SourceLink:
         source: KVSource,
         identity: ClientIdentity,
         layout: KVLayout,
+        transfer: TransferConfig,
         *,
         tell: Callable[[ExchangeCommand], None],
         know: Callable[[int, SourceGroup], None],
@@ -67,6 +67,7 @@ class SourceLink:
         """tell: the engine. know(fetch_id, group): where a fetch's blocks are, before they are offered."""
         self._source = source
         self._layout = layout
+        self._transfer = transfer
         self._tell = tell
         self._know = know
         self._loop = asyncio.get_running_loop()
@@ -96,21 +97,22 @@ class SourceLink:
             if self._channel is not None:
                 self._channel.send(CloseLease(number=number))
 
-    def renew(self, *, may_judge: bool) -> None:
-        """To be called every two seconds or so: renews, and ends what is silent or idle. may_judge: this
-        process has come to read what the source has sent."""
+    def check(self, *, may_judge: bool, renews: bool) -> None:
+        """To be called by a timer: ends what is silent or idle, and renews the leases if it is time to.
+        may_judge: this process has come to read what the source has sent."""
         now_s = self._loop.time()
         channel = self._channel
         if channel is None or self.is_over:
             return
         silent_s = now_s - channel.heard_s
-        if may_judge and silent_s > DEAD_AFTER_S:
+        if may_judge and silent_s > self._transfer.silent_s:
             reason = f"silent for {silent_s:.1f} s"
             channel.drop(reason)
             self._lose(reason)
         elif self._leases:
             self._used_s = now_s
-            channel.send(RenewLeases(numbers=tuple(self._leases)))
+            if renews:
+                channel.send(RenewLeases(numbers=tuple(self._leases)))
         elif now_s - self._used_s > KEEP_S:
             self.end("not needed any more")
 
@@ -130,7 +132,7 @@ class SourceLink:
                 identity,
                 on_message=self._message,
                 on_closed=lambda _channel, reason: self._lose(reason),
-                timeout_s=CONNECT_TIMEOUT_S,
+                timeout_s=self._transfer.timeout_s,
             )
         except HandshakeFailed as error:
             self._lose(str(error))

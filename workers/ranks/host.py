@@ -25,7 +25,6 @@ from workers.exchange.rank_exchange import ExchangeImpossible, FollowerExchange,
 from workers.group_start import GroupStart
 from workers.runtime.handshake import Rendezvous
 from workers.runtime.rank import Follower, Leader, RankFacts, exit_process
-from workers.transfer.puller import Route
 from workers.types import GroupInfo, KVSource, RequestId
 
 _STOP_TIMEOUT_S = 5.0  # for the engine to end the step it is in
@@ -51,6 +50,7 @@ class LeaderHost:
         self._leader = Leader(start.config, host=host, on_failure=self._on_failure)
         self._engine_loop: EngineLoop | None = None
         self._exchange: LeaderExchange | None = None
+        self._exchange_problem = ""  # why there is none
         self._server: StreamServer | None = None
 
     @property
@@ -61,19 +61,8 @@ class LeaderHost:
     def load(self) -> GroupInfo:
         """Load the weights, make the pool, compute a first step. Raises what `Leader.load` raises."""
         facts = self._leader.load()
-        config = self._start.config
-        self._exchange = exchange = self._new_exchange(facts)
-        engine = Engine(
-            limits=facts.limits,
-            cache=config.cache,
-            schedule=config.schedule,
-            executor=self._leader.executor,
-            peers=exchange.peers if exchange is not None else None,
-            on_offer=exchange.desk.on_offer if exchange is not None else None,
-            first_generation=exchange.first_generation if exchange is not None else 0,
-        )
-        if exchange is not None:
-            exchange.load(self._leader.pool, engine.generations, self._host)
+        engine = self._exchanging_engine(facts) or self._engine(facts, None)
+        exchange = self._exchange
         self._engine_loop = EngineLoop(engine, self._on_output)
         info = self._info(facts)
         self._server = StreamServer(
@@ -115,10 +104,6 @@ class LeaderHost:
         """Readers of this group's blocks."""
         return self._exchange.desk.num_leases if self._exchange is not None else 0
 
-    def routes(self) -> list[Route]:
-        """How KV blocks of other groups come to rank 0 now."""
-        return self._exchange.routes() if self._exchange is not None else []
-
     async def stop(self, reason: str) -> None:
         """End requests with the reason, then the engine, then the exchange, then the other ranks."""
         await self._dismiss(reason, is_planned=True)
@@ -130,12 +115,31 @@ class LeaderHost:
             await self._exchange.close()
         await asyncio.to_thread(self._leader.close)
 
-    def _new_exchange(self, facts: RankFacts) -> LeaderExchange | None:
+    def _exchanging_engine(self, facts: RankFacts) -> Engine | None:
+        """An engine that exchanges blocks with other groups; None where that cannot be: it can do without."""
         try:
-            return LeaderExchange(self._start, facts, self._leader.prepared, self._leader.link)
+            exchange = LeaderExchange(self._start, facts, self._leader.prepared, self._leader.link)
+            engine = self._engine(facts, exchange)
+            exchange.load(self._leader.pool, engine.generations, self._host)
         except ExchangeImpossible as error:
             _log.warning("group %s exchanges no KV blocks with others: %s", self._start.group_id, error)
+            self._exchange_problem = str(error)
             return None
+        self._exchange = exchange
+        return engine
+
+    def _engine(self, facts: RankFacts, exchange: LeaderExchange | None) -> Engine:
+        config = self._start.config
+        return Engine(
+            limits=facts.limits,
+            cache=config.cache,
+            schedule=config.schedule,
+            executor=self._leader.executor,
+            peers=exchange.peers if exchange is not None else None,
+            on_offer=exchange.desk.on_offer if exchange is not None else None,
+            transfer=config.transfer,
+            first_generation=exchange.first_generation if exchange is not None else 0,
+        )
 
     def _redirect(self, request_id: RequestId, source: KVSource | None) -> None:
         assert self._engine_loop is not None
@@ -157,6 +161,7 @@ class LeaderHost:
             num_blocks=facts.num_blocks,
             kv_bytes_per_block=facts.kv_bytes_per_block,
             exchanges_kv=self._exchange is not None,
+            exchange_problem=self._exchange_problem,
         )
 
     def _on_output(self, output: StepOutput) -> None:

@@ -95,6 +95,12 @@ class Agent:
         with self._lock:
             return [route for puller, _ in self._pullers.values() for route in puller.routes()]
 
+    def transports(self, source: SourceGroup) -> tuple[str, ...]:
+        """By which the blocks of its ranks come here now, each once; none without a connection."""
+        with self._lock:
+            known = self._pullers.get(source)
+        return tuple(sorted({route.transport for route in known[0].routes()})) if known is not None else ()
+
     def pull(self, source: SourceGroup, order: Order) -> None:
         """Returns at once. Raises TransferFailed when the order is not taken: then no callback comes. So it
         is with a source of another layout.

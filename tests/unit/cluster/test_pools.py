@@ -72,6 +72,20 @@ def test_pools_that_do_not() -> None:
     ]
 
 
+def test_neither_side_gives_the_other_up_before_it_can_be_heard() -> None:
+    slow = {"transfer": {"heartbeat_s": 6}}
+    hint = "pools.decode.transfer.heartbeat_s is 6"
+    message = "shorter than two heartbeats of the other side; got 10; allowed: at least 12"
+    assert said({"prefill": {}, "decode": slow}) == [
+        f"pools.{pool}.transfer.{key}: {message}; {hint}"
+        for pool in ("prefill", "decode")
+        for key in ("lease_s", "stall_s")
+    ]
+    patient = {"transfer": {"lease_s": 12, "stall_s": 12}}
+    slow["transfer"] |= {"lease_s": 12, "stall_s": 12}
+    assert said({"prefill": patient, "decode": slow}) == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

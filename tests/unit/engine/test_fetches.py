@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.toy import ToyExecutor, Transcript, make_engine, make_request, numbers, reference, run
+from workers.config import TransferConfig
 from workers.engine.engine import Engine
 from workers.engine.exchange import (
     ExchangeCommand,
@@ -20,7 +21,7 @@ from workers.engine.exchange import (
 )
 from workers.engine.leases import LeaseId
 from workers.hashing import BlockHash, block_hashes
-from workers.types import BlockOffer, BlockRead, GenerateRequest, GroupId, KVSource, RequestId
+from workers.types import BlockOffer, BlockRead, GenerateRequest, GroupId, KVSource, RequestId, SourceReads
 
 PROMPT = numbers(23)  # five full blocks of four, and three tokens
 HASHES = tuple(block_hashes(PROMPT, 4))
@@ -217,6 +218,40 @@ def test_without_progress_a_fetch_is_given_up() -> None:
     assert engine.stats().kv_transferring_blocks == 1  # until its end is told
     _tell(engine, Pulled(1, "timed out"))
     assert run(engine, transcript).tokens["r", 0] == reference(_request())
+
+
+def test_a_source_that_says_that_it_works_on_it_is_waited_for() -> None:
+    now = [0.0]
+    engine, _, _ = _engine(clock=lambda: now[0], transfer=TransferConfig(stall_s=4.0))
+    engine.add(_request())
+    engine.step()
+    for now[0] in (3.0, 6.0, 9.0, 12.0):
+        _tell(engine, Offered(1, (), False))
+        assert not engine.sweep()
+    now[0] = 16.5
+    assert engine.sweep() and engine.stats().kv_fetches_stalled_total == 1
+
+
+def test_what_was_read_from_each_source_is_told() -> None:
+    engine, _, _ = _engine(num_blocks=200)
+    assert engine.stats().kv_sources == ()
+    engine.add(_request())
+    engine.step()
+    reads = SourceReads(group_id=GroupId("P"), num_open=1)
+    assert engine.stats().kv_sources == (reads,)
+    _tell(engine, Offered(1, _offers(40, 41), False))
+    _tell(engine, Pulled(1, None, "memory", 0.25))
+    told = engine.stats().kv_sources
+    assert told == (replace(reads, transport="memory", num_blocks=2, seconds=0.25),)
+    assert engine.stats().kv_sources is told  # nothing has changed
+    _tell(engine, Offered(1, (), True))  # it has fewer than were asked for
+    assert engine.stats().kv_sources == (replace(told[0], num_open=0, num_failed=1),)
+    other = KVSource(group_id=GroupId("Q"), host="10.0.0.2", port=1)
+    engine.add(replace(_request("s", prompt=numbers(23, 9)), kv_source=other))
+    engine.step()
+    engine.abort(RequestId("s"))
+    assert [reads.num_open for reads in engine.stats().kv_sources] == [0, 0]
+    assert engine.stats().kv_sources[1] == SourceReads(group_id=GroupId("Q"))  # through no fault of its
 
 
 def test_large_offers_are_pulled_in_portions() -> None:

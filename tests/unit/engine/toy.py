@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from workers.config import CacheConfig, ScheduleConfig
+from workers.config import CacheConfig, ScheduleConfig, TransferConfig
 from workers.engine.engine import Engine
 from workers.engine.fetch import KVPeers
 from workers.engine.leases import OfferListener
@@ -196,6 +196,7 @@ def make_engine(
     clock: Callable[[], float] = lambda: 0.0,
     peers: KVPeers | None = None,
     on_offer: OfferListener | None = None,
+    transfer: TransferConfig | None = None,
 ) -> tuple[Engine, ToyExecutor]:
     executor = ToyExecutor(num_blocks, block_size)
     engine = Engine(
@@ -212,6 +213,7 @@ def make_engine(
         clock=clock,
         peers=peers,
         on_offer=on_offer,
+        transfer=transfer,
     )
     return engine, executor
 

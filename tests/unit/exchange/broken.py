@@ -9,7 +9,9 @@ from workers.engine.exchange import KVExchange
 from workers.engine.fetch import FetchState
 from workers.engine.fetches import FetchTable
 from workers.engine.leases import LeaseId, LeaseTable
+from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.sequence import Sequence
+from workers.hashing import BlockHash
 
 
 def fetches(broken: type[FetchTable]) -> Callable[[Group], None]:
@@ -39,6 +41,27 @@ def exchange(broken: type[KVExchange]) -> Callable[[Group], None]:
     return prepare
 
 
+def prefixes(broken: type[PrefixesInProgress]) -> Callable[[Group], None]:
+    """Gives every group this list of what is computed."""
+
+    def prepare(group: Group) -> None:
+        group.exchange.fetches._in_progress.__class__ = broken
+
+    return prepare
+
+
+class WaitsForAllFetches(PrefixesInProgress):
+    """Lets a request that another group waits for wait for blocks of that group."""
+
+    def last_shared(self, sequence: Sequence, first: int, end: int) -> BlockHash | None:
+        last = None
+        for block_hash in sequence.hashes[first:end]:
+            if not self.is_computing(block_hash):
+                break
+            last = block_hash
+        return last
+
+
 class FreesInFlight(FetchTable):
     """Takes the end of a request for the end of its pulls."""
 
@@ -47,9 +70,9 @@ class FreesInFlight(FetchTable):
         super().release(sequence)
         self._free_pulls_of(fetch)
 
-    def yield_blocks(self) -> bool:
+    def yield_blocks(self, *, and_demand: bool = False) -> bool:
         before = [*self._open.values(), *self._over.values()]
-        has_yielded = super().yield_blocks()
+        has_yielded = super().yield_blocks(and_demand=and_demand)
         for fetch in before:
             if fetch.state is FetchState.OVER:
                 self._free_pulls_of(fetch)
@@ -67,10 +90,10 @@ class FreesInFlight(FetchTable):
 class IgnoresLatePulls(FetchTable):
     """What arrives for nobody is nobody's to free."""
 
-    def pulled(self, pull_id: int, error: str | None) -> None:
+    def pulled(self, pull_id: int, error: str | None, transport: str = "", seconds: float = 0.0) -> None:
         pull = self._pulls[pull_id]
         if pull.fetch.state is FetchState.OPEN:
-            super().pulled(pull_id, error)
+            super().pulled(pull_id, error, transport, seconds)
         else:
             del self._pulls[pull_id]
             self.num_in_flight -= len(pull.blocks)

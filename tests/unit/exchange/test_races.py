@@ -182,6 +182,35 @@ def blocks_of_the_source_written_under_a_late_read(world: World) -> None:
     assert (stats.kv_fetches_stalled_total, stats.kv_fetched_tokens_total) == (1, 0)
 
 
+def the_queue_of_the_source_is_long(world: World) -> None:
+    prefill, decode = world.start("P", Options(max_running=1)), world.start("D")
+    prefill.submit(make_request("first", OTHER, 30))
+    prefill.step()  # and then it is in a step that does not end
+    prefill.submit(_computed())
+    decode.submit(_fetching(world))
+    decode.step()
+    world.deliver_all(OpenLease)
+    for _ in range(30):
+        world.pass_time(1.0)
+        world.deliver_all()
+        assert not decode.step()  # it waits
+    prefill.run()
+    _rest(world)
+    stats = decode.engine.stats()
+    assert (stats.kv_fetches_stalled_total, stats.kv_fetched_tokens_total) == (0, 20)
+
+
+def two_groups_are_to_compute_for_each_other_what_they_read(world: World) -> None:
+    pair = (world.start("P"), world.start("D"))
+    for group, other, transfer_id in ((*pair, "a" * 32), (*pair[::-1], "b" * 32)):
+        group.submit(_fetching(world, other.name, transfer_id))
+        group.step()
+        other.submit(replace(_computed(), transfer_id=transfer_id))
+    _rest(world)
+    assert world.now_s < 3  # nobody had to be given up
+    assert sum(group.engine.stats().kv_fetches_stalled_total for group in pair) == 0
+
+
 def the_source_dies_before_it_says_that_it_is_done(world: World) -> None:
     prefill, decode = world.start("P", Options(max_step_tokens=8)), world.start("D")
     decode.submit(_fetching(world))
@@ -301,6 +330,11 @@ RACES: list[tuple[Race, Callable[[], World]]] = [
     (a_request_is_refused_before_its_admission, lambda: World(prepare=broken.leases(broken.ForgetsRefusals))),
     (blocks_given_to_another_under_a_late_write, lambda: World(prepare=broken.fetches(broken.FreesInFlight))),
     (blocks_of_the_source_written_under_a_late_read, lambda: World(checks_generations=False)),
+    (
+        two_groups_are_to_compute_for_each_other_what_they_read,
+        lambda: World(prepare=broken.prefixes(broken.WaitsForAllFetches)),
+    ),
+    (the_queue_of_the_source_is_long, lambda: World(says_it_lives=False)),
     (
         the_source_dies_before_it_says_that_it_is_done,
         lambda: World(prepare=broken.fetches(broken.DeafToLoss)),

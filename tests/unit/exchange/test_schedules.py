@@ -42,7 +42,7 @@ def test_schedules() -> None:
         (lambda: World(prepare=broken.fetches(broken.TrustsLatePulls)), 0),
         (lambda: World(prepare=broken.fetches(broken.FreesForEverybody)), 0),
         (lambda: World(prepare=broken.fetches(broken.IgnoresLatePulls)), 0),
-        (lambda: World(prepare=broken.fetches(broken.DeafToLoss)), 0),
+        (lambda: World(prepare=broken.fetches(broken.DeafToLoss)), 20),
         (lambda: World(prepare=broken.exchange(broken.NeverSweeps)), 0),
     ],
     ids=[

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 
 import pytest
 
-from tests.unit.data_plane.fakes import SECRET, FakeGroup, run, serving, until
+from tests.unit.data_plane.fakes import FAST_SERVER, SECRET, FakeGroup, run, serving, until
 from tests.unit.transfer.layouts import layout
+from workers.config import TransferConfig
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.lease_desk import LeaseDesk
+from workers.data_plane.server import ServerLimits
 from workers.data_plane.wire import KVPool
 from workers.engine.exchange import CloseLease as EndLease
 from workers.engine.exchange import ExchangeCommand, Offered, Pulled, SourceLost
 from workers.engine.exchange import OpenLease as BeginLease
 from workers.engine.leases import LeaseId
-from workers.exchange import group_peers, source_link
+from workers.exchange import source_link
 from workers.exchange.group_peers import GroupPeers
 from workers.exchange.rank_pulls import RankPulls
 from workers.hashing import BlockHash
@@ -28,6 +30,7 @@ from workers.transfer.puller import Order, SourceGroup
 from workers.types import BlockOffer, BlockRead, GroupId, KVSource
 
 OWN = layout()
+USUAL = TransferConfig()
 HASHES = tuple(BlockHash(bytes([number]) * 16) for number in range(3))
 OFFERS = (BlockOffer(index=0, block=4, generation=2**50), BlockOffer(index=1, block=9, generation=3))
 
@@ -57,20 +60,24 @@ class Agent:
     def pull(self, source: SourceGroup, order: Order) -> None:
         self.orders.append((source, order))
 
+    def transports(self, source: SourceGroup) -> tuple[str, ...]:
+        return ("memory",)
+
 
 class Bench:
     """A source and a reader of its blocks."""
 
-    def __init__(self, group: FakeGroup, desk: LeaseDesk) -> None:
+    def __init__(self, group: FakeGroup, desk: LeaseDesk, transfer: TransferConfig) -> None:
         self.group, self.desk, self.lender, self.agent = group, desk, Lender(), Agent()
         self.heard: list[ExchangeCommand] = []
         identity = ClientIdentity(client_id="reader", secret=SECRET, subscribes=False)
-        self.peers = GroupPeers(identity=identity, layout=OWN)
+        self.peers = GroupPeers(identity=identity, layout=OWN, transfer=transfer)
         pulls = RankPulls(
             self.agent,
             num_ranks=1,
             send_order=lambda body: None,
-            on_end=lambda pull_id, error: self.heard.append(Pulled(pull_id, error)),
+            on_end=self.heard.append,
+            clock=lambda: 0.0,
         )
         self.peers.start(pulls, self.heard.append)
 
@@ -90,23 +97,22 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(pool: KVPool | None = None) -> AsyncIterator[Bench]:
-    desk = LeaseDesk()
-    async with serving(desk=desk) as group:
-        made = Bench(group, desk)
+async def bench(
+    pool: KVPool | None = None,
+    transfer: TransferConfig = USUAL,
+    *,
+    said_every_s: float = 2.0,
+    limits: ServerLimits = FAST_SERVER,
+) -> AsyncIterator[Bench]:
+    """said_every_s: how often the source tells readers that wait that it lives."""
+    desk = LeaseDesk(heartbeat_s=said_every_s)
+    async with serving(desk=desk, limits=limits) as group:
+        made = Bench(group, desk, transfer)
         desk.open(pool or pool_of(OWN), made.lender)
         try:
             yield made
         finally:
             await made.peers.stop()
-
-
-@contextmanager
-def quick(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> Iterator[None]:
-    monkeypatch.setattr(group_peers, "RENEW_S", 0.05)
-    for name, value in seconds.items():
-        monkeypatch.setattr(source_link, name, value)
-    yield
 
 
 def test_from_a_lease_to_a_pull_and_its_end() -> None:
@@ -119,7 +125,7 @@ def test_from_a_lease_to_a_pull_and_its_end() -> None:
             ((source, order),) = made.agent.orders
             assert source == SourceGroup(OWN, (Endpoint("127.0.0.1", 4000),))
             order.on_end(8, None)
-            assert made.heard[1:] == [Pulled(8)]
+            assert made.heard[1:] == [Pulled(8, None, "memory", 0.0)]
             made.peers.close(1)
             await until(lambda: made.lender.commands[1:] == [EndLease(lease_id)])
             made.peers.pull(1, 9, [BlockRead(4, 2**50, 0)])  # nobody asks for it any more
@@ -142,7 +148,7 @@ def test_once_stopped_no_connection_is_made() -> None:
 
 def test_leases_are_renewed_and_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with bench() as made:
+        async with bench(transfer=TransferConfig(heartbeat_s=0.05)) as made:
             one, two = await made.leases(1, 2)
             await until(lambda: made.lender.renewed.count(one) > 1 and made.lender.renewed.count(two) > 1)
             made.peers.close(1)
@@ -150,11 +156,11 @@ def test_leases_are_renewed_and_an_idle_connection_is_closed(monkeypatch: pytest
             await until(lambda: made.group.server.client_ids == ["front-g1"])
             assert await made.leases(3) == ["2:1"] and made.heard == []
 
-    with quick(monkeypatch, KEEP_S=0.2):
-        run(test())
+    monkeypatch.setattr(source_link, "KEEP_S", 0.2)
+    run(test())
 
 
-def test_a_source_that_goes_takes_all_its_fetches_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_goes_takes_all_its_fetches_along() -> None:
     async def test() -> None:
         async with bench() as made:
             await made.leases(1, 2)
@@ -168,7 +174,7 @@ def test_a_source_that_goes_takes_all_its_fetches_along(monkeypatch: pytest.Monk
     run(test())
 
 
-def test_a_silent_source_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_does_not_greet_is_lost() -> None:
     async def test() -> None:
         held: list[asyncio.StreamWriter] = []
 
@@ -176,15 +182,48 @@ def test_a_silent_source_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             held.append(writer)  # and says nothing
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
-        async with bench() as made, server:
+        async with bench(transfer=TransferConfig(timeout_s=0.1)) as made, server:
             port = server.sockets[0].getsockname()[1]
             made.peers.open(1, replace(made.source, port=port), HASHES)
             await until(lambda: len(made.heard) == 1)
             assert made.heard == [SourceLost(1, f"no welcome from 127.0.0.1:{port} within 0.1 s")]
             held[0].close()
 
-    with quick(monkeypatch, CONNECT_TIMEOUT_S=0.1):
-        run(test())
+    run(test())
+
+
+def test_a_source_that_falls_silent_is_lost_within_half_a_second_more() -> None:
+    async def test() -> None:
+        async with bench(
+            transfer=TransferConfig(silent_s=0.3), limits=ServerLimits(heartbeat_s=60.0)
+        ) as made:
+            await made.leases(1)
+            loop = asyncio.get_running_loop()
+            heard_s = loop.time()
+            await until(lambda: len(made.heard) == 1)
+            assert 0.25 < loop.time() - heard_s < 1.5
+            assert made.heard == [SourceLost(1, made.heard[0].reason)]  # type: ignore[union-attr]
+            assert made.heard[0].reason.startswith("silent for 0.")  # type: ignore[union-attr]
+            await until(lambda: made.desk.num_leases == 0)  # the source hears of that
+
+    run(test())
+
+
+def test_a_source_says_that_it_works_on_what_a_reader_waits_for() -> None:
+    async def test() -> None:
+        async with bench(said_every_s=0.05, limits=ServerLimits(heartbeat_s=0.05)) as made:
+            one, _ = await made.leases(1, 2)  # and its engine says nothing
+            await until(lambda: made.heard.count(Offered(1, (), False)) >= 2)
+            assert set(made.heard) == {Offered(1, (), False), Offered(2, (), False)}
+            made.desk.on_offer(one, OFFERS, True)
+            await until(lambda: Offered(1, OFFERS, True) in made.heard)
+            made.peers.close(2)
+            await until(lambda: made.desk.num_leases == 1)
+            num_heard = len(made.heard)
+            await asyncio.sleep(0.2)
+            assert len(made.heard) == num_heard
+
+    run(test())
 
 
 def test_blocks_that_do_not_fit_are_refused_with_both_values() -> None:

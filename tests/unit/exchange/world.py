@@ -255,6 +255,7 @@ class World:
     checks_generations: bool = True
     reads_by_name: bool = False  # a pull reads whoever has the source's name and memory by now
     generations_apart: int = 1 << 40  # between the first ones of two starts
+    says_it_lives: bool = True  # a source, to readers that wait for what it computes
     cut_off: set[str] = field(default_factory=set)  # groups whose heartbeats are lost
     now_s: float = 0.0
     groups: dict[str, Group] = field(default_factory=dict)
@@ -319,7 +320,7 @@ class World:
             self.copies[0].advance()
 
     def pass_time(self, seconds: float, period_s: float = 1.0) -> None:
-        """Lets the clock go on: heartbeats of readers that live, and the timers of idle engines."""
+        """Lets the clock go on: heartbeats of readers and sources, and the timers of idle engines."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             before_s = self.now_s
@@ -336,6 +337,10 @@ class World:
                 for target, lease_id in group.leases_at.values():
                     if not target.is_dead:
                         target.engine.renew_lease(lease_id)
+                for lease_id in group.exchange.leases._growing if self.says_it_lives else ():
+                    reader, fetch_id = group.readers[lease_id]
+                    if fetch_id in reader.leases_at:
+                        self.send(reader, Offered(fetch_id, (), False))
 
     def source(self, name: str, transfer_id: str | None = None) -> KVSource:
         return KVSource(group_id=GroupId(name), host="10.0.0.1", port=1, transfer_id=transfer_id)
