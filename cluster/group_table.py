@@ -2,7 +2,7 @@
 
     Serve's controller   deployments and replicas: state, node, age, what is wanted, what went wrong
     group directory      groups: phase, reason, restarts, process ids of the ranks; how pools are scaled
-    router's /metrics    load: running, waiting, KV blocks; pairs of which one has read blocks of the other
+    router's /load       load: running, waiting, KV blocks; what each group reads of others, and lends them
 
 Each may be away: a row then has None where nobody could say. Pure: everything comes as arguments.
 """
@@ -10,17 +10,10 @@ Each may be away: a row then has None where nobody could say. Pure: everything c
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from router.telemetry.group_metrics import KV_BLOCKS, RUNNING, WAITING
-from router.telemetry.metric_spec import PREFIX
-from router.telemetry.metrics import KV_PAIR_FAILURES, KV_PAIR_RATE, KV_PAIR_READS
 from workers.directory.groups import GroupEntry, GroupListing, GroupPhase
 
 # Serve's replica states, in our words.
@@ -40,22 +33,6 @@ _WAITING_REASONS = {
     "PENDING_INITIALIZATION": "ranks start and read weights",
 }
 
-(_KV_STATE,) = KV_BLOCKS.labels
-# Series of /metrics (name, state of KV blocks) -> field of ReportedLoad.
-_LOAD_FIELDS = {
-    (PREFIX + RUNNING.name, ""): "running",
-    (PREFIX + WAITING.name, ""): "waiting",
-    (PREFIX + KV_BLOCKS.name, "free"): "free_blocks",
-    (PREFIX + KV_BLOCKS.name, "cached"): "cached_blocks",
-    (PREFIX + KV_BLOCKS.name, "active"): "active_blocks",
-}
-
-# Series of /metrics -> field of PairRow.
-_PAIR_FIELDS = {
-    f"{PREFIX}{KV_PAIR_READS.name}_total": "num_reads",
-    f"{PREFIX}{KV_PAIR_FAILURES.name}_total": "num_failed",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedLoad:
@@ -66,6 +43,9 @@ class ReportedLoad:
     free_blocks: int = 0
     cached_blocks: int = 0
     active_blocks: int = 0
+    leases: int = 0
+    transferring_blocks: int = 0
+    exchange_problem: str = ""
 
     @property
     def kv_percent(self) -> float | None:
@@ -90,17 +70,23 @@ class GroupRow:
     restarts: int | None = None  # groups of its pool that ended in failure so far
     age_s: float | None = None
     reason: str = ""  # why it is not ready
+    leases: int | None = None  # readers that its KV blocks are held for
+    transferring_blocks: int | None = None  # that it is reading now
+    exchange_problem: str = ""  # why it neither reads KV blocks of others nor lends its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRow:
-    """Two groups between which KV blocks have been read, as all router replicas together know it."""
+    """Two groups of which one has read KV blocks of the other, as the reader tells it."""
 
     source: str
     reader: str
-    num_reads: int = 0
-    num_failed: int = 0
-    bytes_per_s: float | None = None  # mean of those that have measured it
+    transport: str = ""  # by which blocks last came
+    num_open: int = 0  # reads under way
+    num_done: int = 0
+    num_failed: int = 0  # that brought less than they wanted
+    num_bytes: int = 0
+    bytes_per_s: float | None = None  # while bytes were on their way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,35 +104,41 @@ class ApplicationStatus:
     scaling: Mapping[str, Any] | None = None  # the last decision of autoscaling, see `cluster.scaling`
 
 
-def parse_loads(metrics_text: str) -> dict[str, ReportedLoad]:
-    """Load by group from the text of `/metrics`."""
-    loads: dict[str, ReportedLoad] = {}
-    for family in text_string_to_metric_families(metrics_text):
-        for sample in family.samples:
-            field = _LOAD_FIELDS.get((sample.name, sample.labels.get(_KV_STATE, "")))
-            if field is not None:
-                group = sample.labels["group"]
-                loads[group] = replace(loads.get(group, ReportedLoad()), **{field: int(sample.value)})
-    return loads
-
-
-def parse_pairs(metrics_text: str) -> list[PairRow]:
-    """The pairs in the text of `/metrics`, by their ids."""
-    counts: dict[tuple[str, str], Counter[str]] = {}
-    rates: dict[tuple[str, str], list[float]] = {}
-    for family in text_string_to_metric_families(metrics_text):
-        for sample in family.samples:
-            pair = (sample.labels.get("source", ""), sample.labels.get("reader", ""))
-            if sample.name == PREFIX + KV_PAIR_RATE.name:
-                rates.setdefault(pair, []).append(sample.value)
-            elif (field := _PAIR_FIELDS.get(sample.name)) is not None:
-                counts.setdefault(pair, Counter())[field] += int(sample.value)
-    return [
-        PairRow(
-            source=pair[0], reader=pair[1], bytes_per_s=fmean(rates[pair]) if pair in rates else None, **count
+def parse_loads(body: Mapping[str, Any]) -> dict[str, ReportedLoad]:
+    """Load by group from the body of `/load`. A group that no router is connected to has said nothing."""
+    return {
+        group["group"]: ReportedLoad(
+            running=group["running"],
+            waiting=group["waiting"],
+            free_blocks=group["free_blocks"],
+            cached_blocks=group["cached_blocks"],
+            active_blocks=group["active_blocks"],
+            leases=group.get("leases", 0),  # none of a router of an earlier version, as of all reads
+            transferring_blocks=group.get("transferring_blocks", 0),
+            exchange_problem=group.get("exchange_problem", ""),
         )
-        for pair, count in sorted(counts.items())
+        for group in body.get("groups", ())
+        if group["ready"]
+    }
+
+
+def parse_pairs(body: Mapping[str, Any]) -> list[PairRow]:
+    """What each group in the body of `/load` tells of its reads, by reader and source."""
+    pairs = [
+        PairRow(
+            source=reads["source"],
+            reader=group["group"],
+            transport=reads["transport"],
+            num_open=reads["open"],
+            num_done=reads["done"],
+            num_failed=reads["failed"],
+            num_bytes=reads["bytes"],
+            bytes_per_s=reads["bytes"] / reads["seconds"] if reads["seconds"] else None,
+        )
+        for group in body.get("groups", ())
+        for reads in group.get("reads", ())
     ]
+    return sorted(pairs, key=lambda pair: (pair.reader, pair.source))
 
 
 def application_statuses(
@@ -243,6 +235,9 @@ def _row(
         waiting=load.waiting if load is not None else None,
         kv_percent=load.kv_percent if load is not None else None,
         restarts=entry.restarts if entry is not None else None,
+        leases=load.leases if load is not None else None,
+        transferring_blocks=load.transferring_blocks if load is not None else None,
+        exchange_problem=load.exchange_problem if load is not None else "",
         age_s=now - started if started else None,
         reason=reason,
     )

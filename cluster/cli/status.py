@@ -60,9 +60,9 @@ def status(
             details = api.details()
             names = sorted(details.get("applications", {}))
             directories = services.directories(address, names)
-            metrics = _metrics(details, headers)
+            load = _load(details, headers)
             statuses = application_statuses(
-                details, directories, parse_loads(metrics), parse_pairs(metrics), now=time.time()
+                details, directories, parse_loads(load), parse_pairs(load), now=time.time()
             )
             if as_json:
                 terminal.emit(dashboard=api.url, applications=[asdict(status) for status in statuses])
@@ -75,8 +75,9 @@ def status(
             raise typer.Exit(1)
 
 
-def _metrics(details: dict[str, Any], headers: Mapping[str, str]) -> str:
-    """The text of `/metrics` of our router; nothing when it does not answer or wants another key."""
+def _load(details: dict[str, Any], headers: Mapping[str, str]) -> Mapping[str, Any]:
+    """The body of `/load` of one of our routers, to each of which all groups tell the same; nothing when it
+    does not answer or wants another key."""
     options = details.get("http_options") or {}
     url = ingress_url(options.get("host", "127.0.0.1"), options.get("port", 8000))
     applications = details.get("applications", {}).values()
@@ -85,11 +86,12 @@ def _metrics(details: dict[str, Any], headers: Mapping[str, str]) -> str:
         "/",
     )
     try:
-        address = url + prefix.rstrip("/") + "/metrics"
+        address = url + prefix.rstrip("/") + "/load"
         response = httpx.get(address, headers=headers, timeout=5.0, trust_env=False)
-    except httpx.HTTPError:
-        return ""
-    return response.text if response.status_code == 200 else ""
+        body = response.json() if response.status_code == 200 else {}
+    except (httpx.HTTPError, ValueError):
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> None:
@@ -108,6 +110,12 @@ def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> N
         terminal.out.print(table)
         for pair in application.pairs:
             terminal.say(_pair_line(pair))
+        groups = [row for row in application.rows if row.leases is not None]
+        for row in groups:
+            if row.leases:
+                terminal.say(f"  {row.group} lends KV blocks: {row.leases} leases held")
+            if row.exchange_problem and len(groups) > 1:
+                terminal.say(f"  {row.group} exchanges no KV blocks: {row.exchange_problem}")
         for pool, decision in (application.scaling or {}).get("pools", {}).items():
             terminal.say(_scaling_line(pool, decision))
 
@@ -124,9 +132,14 @@ def _scaling_line(pool: str, decision: Mapping[str, Any]) -> str:
 
 def _pair_line(pair: PairRow) -> str:
     """How well a group reads the KV blocks of another."""
-    rate = "" if pair.bytes_per_s is None else f", {pair.bytes_per_s / 1e6:.0f} MB/s"
-    failed = f", {pair.num_failed} brought nothing" if pair.num_failed else ""
-    return f"  {pair.reader} reads from {pair.source}: {pair.num_reads} times{rate}{failed}"
+    by = f" by {pair.transport}" if pair.transport else ""
+    failed = f", {pair.num_failed} failed" if pair.num_failed else ""
+    rate = "" if pair.bytes_per_s is None else f" at {pair.bytes_per_s / 1e6:.0f} MB/s"
+    size = f", {pair.num_bytes / 1e6:.1f} MB{rate}" if pair.num_bytes else ""
+    return (
+        f"  {pair.reader} reads from {pair.source}{by}: {pair.num_done} done, {pair.num_open} under way"
+        f"{failed}{size}"
+    )
 
 
 def _cells(row: GroupRow) -> list[str]:

@@ -19,7 +19,7 @@ from cluster.simulate.executor import CostExecutor
 from cluster.simulate.leap import Leap
 from cluster.simulate.world import World
 from router.routing.load import LoadTracker
-from workers.config import CacheConfig, ScheduleConfig
+from workers.config import CacheConfig, ScheduleConfig, TransferConfig
 from workers.engine.engine import Engine
 from workers.engine.exchange import ExchangeCommand
 from workers.engine.fetch import KVPeers
@@ -38,6 +38,7 @@ from workers.types import (
 
 STATS_PERIOD_S = 0.05  # as workers.data_plane.server.ServerLimits
 HEARTBEAT_S = 1.0
+_TRANSFER = TransferConfig(stall_s=3600.0)  # a real source says that it lives; those here always do
 _SWEEP_S = 1.0  # between two looks at timers when nothing else happens, as workers.engine.loop
 
 Command = GenerateRequest | ExchangeCommand
@@ -111,6 +112,7 @@ class SimGroup:
             clock=self._executor.clock,
             peers=peers,
             on_offer=self._offered,
+            transfer=_TRANSFER,
         )
         self._inbox: list[Command] = []
         self._is_stepping = False

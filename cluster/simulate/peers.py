@@ -79,7 +79,7 @@ class Exchange:
         seconds = len(blocks) * group.info.kv_bytes_per_block / self._network.bytes_per_s
         end_s = max(self._free_s.get(reader, 0.0), self._world.now_s) + seconds
         self._free_s[reader] = end_s
-        done = partial(self._pulled, group, self._group(reading.source), pull_id, tuple(blocks))
+        done = partial(self._pulled, group, self._group(reading.source), pull_id, tuple(blocks), seconds)
         self._world.at(end_s, done)
 
     def close(self, reader: GroupId, fetch_id: int) -> None:
@@ -96,11 +96,17 @@ class Exchange:
         assert not self._leases, f"{len(self._leases)} leases are left"
 
     def _pulled(
-        self, reader: SimGroup, source: SimGroup, pull_id: int, blocks: tuple[BlockRead, ...]
+        self,
+        reader: SimGroup,
+        source: SimGroup,
+        pull_id: int,
+        blocks: tuple[BlockRead, ...],
+        seconds: float,
     ) -> None:
         generations = source.engine.generations
         is_good = all(generations[block.source] == block.generation for block in blocks)
-        reader.submit(Pulled(pull_id, None if is_good else "a block changed while it was read"))
+        error = None if is_good else "a block changed while it was read"
+        reader.submit(Pulled(pull_id, error, "simulated", seconds))
 
 
 class SimPeers:

@@ -65,7 +65,7 @@ class _Live:
     chains: BlockChains
     source: SimGroup | None = None
     source_cached_tokens: int = 0
-    readable_s: float | None = None  # when the source had all blocks
+    is_readable: bool = False  # the source has all blocks
 
 
 class SimRouter:
@@ -206,7 +206,7 @@ class SimRouter:
                 )
             )
         else:
-            live.readable_s = self._world.now_s
+            live.is_readable = True
         return KVSource(group_id=best.source, host="simulated", port=1, transfer_id=transfer_id)
 
     def _prompt_ended(self, prompt_id: RequestId, live: _Live, source: SimGroup, chunk: TokenChunk) -> None:
@@ -215,14 +215,14 @@ class SimRouter:
         if chunk.error is None:
             source.load.on_token(prompt_id, self._world.now_s)
             live.source_cached_tokens = chunk.num_cached_tokens
-            live.readable_s = self._world.now_s
+            live.is_readable = True
         else:
             live.source = None
             live.group.submit(Redirect(live.request_id, None))
         source.load.on_ended(prompt_id)
 
     def _count_read(self, live: _Live, chunk: TokenChunk) -> int:
-        """Learns how fast the two groups are; returns the tokens that were cached before this request."""
+        """Notes that the two groups read; returns the tokens that were cached before this request."""
         own = self._placement.cached_tokens(live.decision, live.group)
         found, source = chunk.num_cached_tokens, live.source
         best = live.decision.ranked[0]
@@ -231,15 +231,11 @@ class SimRouter:
         pulled = max(found - own, 0)
         self.pulled_tokens += pulled
         pair = (source.info.group_id, live.group.info.group_id)
-        if live.readable_s is not None:
+        if live.is_readable:
             if pulled:
                 info = live.group.info
-                own_s = (best.terms.get("queue", 0.0) + best.terms.get("prefill", 0.0)) / 1000.0
-                self._placement.pairs.on_read(
-                    pair,
-                    pulled // info.block_size * info.kv_bytes_per_block,
-                    self._world.now_s - live.readable_s - own_s,
-                )
+                num_bytes = pulled // info.block_size * info.kv_bytes_per_block
+                self._placement.pairs.on_read(pair, num_bytes)
             else:
                 self._placement.pairs.on_failed(pair)
         return max(own, min(live.source_cached_tokens, found)) if pulled else found

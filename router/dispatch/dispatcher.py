@@ -104,7 +104,6 @@ class SocketDispatcher:
             attempts=self._attempts,
             ready=self._ready,
             new_transfer_id=lambda: secrets.token_hex(16),
-            clock=clock,
             max_attempts=self._limits.max_attempts,
         )
         self._table = GroupTable(

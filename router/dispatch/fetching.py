@@ -25,7 +25,6 @@ from router.dispatch.interface import PREFILL_OUTCOMES, SOURCES, Decision, Fetch
 from router.dispatch.link import GroupLink
 from router.dispatch.placement import BlockChains, Placement
 from router.routing.pairing import Pair
-from router.routing.policy import Choice
 from workers.types import GenerateRequest, GroupId, KVSource, RequestId, Role, SamplingParams, TokenChunk
 
 _log = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ class Fetcher:
         attempts: Attempts,
         ready: Callable[[], Mapping[GroupId, GroupLink]],
         new_transfer_id: Callable[[], str],
-        clock: Callable[[], float],
         max_attempts: int,
     ) -> None:
         """`ready` are the groups that take requests now. `new_transfer_id` gives 128 random bits as 32 hex
@@ -54,7 +52,6 @@ class Fetcher:
         self.attempts = attempts
         self.ready = ready
         self.new_transfer_id = new_transfer_id
-        self.clock = clock
         self.max_attempts = max_attempts
         self.counts = FetchCounts()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,7 +102,6 @@ class _Running:
         self._chains = chains
         self._source: GroupLink | None = None
         self._task: asyncio.Task[None] | None = None
-        self._readable_s = fetcher.clock()  # when the source had all blocks
         self._cached_tokens = 0  # of the prompt, that the source had before this request
         self._is_computed = False  # the source has all that it was asked for
         self._has_begun = False  # the answer
@@ -192,7 +188,6 @@ class _Running:
     def _prompt_ended(self, chunk: TokenChunk) -> None:
         """At once with the chunk: the answer may begin before the task that waits for it runs."""
         if is_computed(chunk):
-            self._readable_s = self._fetcher.clock()
             self._cached_tokens = chunk.num_cached_tokens
             self._is_computed = True
 
@@ -214,7 +209,6 @@ class _Running:
         self._fetch.source = link.info.group_id
         self._cached_tokens = self._fetcher.placement.cached_tokens(self._decision, link)
         if link.info.role is not Role.PREFILL:
-            self._readable_s = self._fetcher.clock()
             self._is_computed = True
             return None
         return self._fetcher.new_transfer_id()
@@ -235,8 +229,7 @@ class _Running:
         pair: Pair = (self._source.info.group_id, reader.info.group_id)
         if pulled:
             num_bytes = pulled // reader.info.block_size * reader.info.kv_bytes_per_block
-            seconds = self._fetcher.clock() - self._readable_s - _own_s(self._decision.ranked[0])
-            pairs.on_read(pair, num_bytes, seconds)
+            pairs.on_read(pair, num_bytes)
         elif fetch.wanted_tokens:
             pairs.on_failed(pair)
 
@@ -267,8 +260,3 @@ def _kv_source(link: GroupLink, transfer_id: str | None) -> KVSource:
     return KVSource(
         group_id=link.info.group_id, host=address.host, port=address.port, transfer_id=transfer_id
     )
-
-
-def _own_s(choice: Choice) -> float:
-    """What the request was predicted to take on the group that answers, besides reading."""
-    return (choice.terms.get("queue", 0.0) + choice.terms.get("prefill", 0.0)) / 1000.0

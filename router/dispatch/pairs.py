@@ -1,19 +1,19 @@
 """What a router has learnt of each pair of groups that exchange KV blocks: how fast, and whether at all.
 
-A rate is that of a whole read as a request sees it: from when the blocks were there to be read until the
-first token, without what else took time. So the part of a read that goes on while the source still computes
-costs nothing, as it should.
+A rate is what the reading group tells of its reads, for all routers together: bytes that came, by the seconds
+in which they were on their way. What a reader waits for before the first byte, as for a step of the source to
+end, says nothing about the way between the two. Whether reads bring anything, each router sees for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from router.dispatch.interface import PairState
 from router.routing.pairing import Pair
-from workers.types import GroupId
+from workers.types import GroupId, GroupInfo, SourceReads
 
 _MIN_OBSERVED_BYTES = 64 << 10  # less says more about steps than about the rate
 _LEARNING_RATE = 0.2  # least share of a new observation in the mean; the first ones count fully
@@ -28,6 +28,8 @@ class _Known:
     num_failed: int = 0
     num_failed_in_a_row: int = 0
     num_bytes: int = 0
+    told_blocks: int = 0  # by the reader, when the rate was learnt last
+    told_s: float = 0.0
     num_rates: int = 0
     bytes_per_s: float = 0.0
 
@@ -42,18 +44,31 @@ class PairTable:
         self._rates: dict[Pair, float] = {}  # of those that have been measured
         self._barred: dict[Pair, float] = {}  # until when
 
-    def on_read(self, pair: Pair, num_bytes: int, seconds: float) -> None:
-        """Blocks have come; `seconds` is what they took beside everything else that the request did."""
+    def hear(self, reader: GroupInfo, told: Sequence[SourceReads], present: Container[GroupId]) -> None:
+        """What a group tells of its reads in all; to be called as often as one likes. `present`: groups that
+        are connected: a reader remembers others too."""
+        for reads in told:
+            if reads.group_id not in present or not reads.num_blocks:
+                continue
+            known = self._pairs.setdefault((reads.group_id, reader.group_id), _Known())
+            num_blocks, seconds = reads.num_blocks - known.told_blocks, reads.seconds - known.told_s
+            if num_blocks < 0:  # it had forgotten the source, and counts anew
+                num_blocks, seconds = reads.num_blocks, reads.seconds
+            num_bytes = num_blocks * reader.kv_bytes_per_block
+            if num_bytes < _MIN_OBSERVED_BYTES:
+                continue
+            known.told_blocks, known.told_s = reads.num_blocks, reads.seconds
+            known.num_rates += 1
+            share = max(_LEARNING_RATE, 1.0 / known.num_rates)
+            known.bytes_per_s += share * (num_bytes / max(seconds, _MIN_S) - known.bytes_per_s)
+            self._rates[reads.group_id, reader.group_id] = known.bytes_per_s
+
+    def on_read(self, pair: Pair, num_bytes: int) -> None:
+        """A request of this router has had blocks read."""
         known = self._pairs.setdefault(pair, _Known())
         known.num_reads += 1
         known.num_bytes += num_bytes
         known.num_failed_in_a_row = 0
-        if num_bytes < _MIN_OBSERVED_BYTES:
-            return
-        known.num_rates += 1
-        share = max(_LEARNING_RATE, 1.0 / known.num_rates)
-        known.bytes_per_s += share * (num_bytes / max(seconds, _MIN_S) - known.bytes_per_s)
-        self._rates[pair] = known.bytes_per_s
 
     def on_failed(self, pair: Pair) -> None:
         """Nothing came although the source had it. The second time the pair is left alone for a while."""

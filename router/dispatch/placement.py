@@ -141,6 +141,9 @@ class Placement:
             cached = {link.info.group_id: surely.get(link.info.group_id, 0) for link in able}
         if not computing and not any(cached.values()):
             return None
+        present = {**links, **prefill}
+        for link in able:
+            self.pairs.hear(link.info, link.load.stats.kv_sources, present)
         return Sources(
             prefill=computing, cached=cached, bytes_per_s=self.pairs.rates(), barred=self.pairs.barred()
         )

@@ -8,7 +8,8 @@ have, because two groups take part.
 Of a choice with a source, only what is left of the prompt is computed on the group itself. The terms of the
 group are those of `policy`, where `queue` is what is left of its queue once the blocks are there, and
 
-    transfer          the bytes, at the rate measured between the two groups
+    transfer          the bytes, at the rate measured between the two groups; what comes while a prefill group
+                      still computes is not taken off: a pair is worth its place without that
     source_queue, source_prefill, source_delay, source_memory, source_silent, source_balance
                       of a prefill group: the same terms there
 

@@ -11,7 +11,7 @@ from router.api.auth import Caller
 from router.api.errors import invalid, model_not_found
 from router.api.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.api.sampling_defaults import with_defaults
-from router.dispatch.interface import Dispatcher, Unavailable
+from router.dispatch.interface import Dispatcher, GroupState, Unavailable
 from router.serving.explain import explanation
 from router.serving.generation import Generation
 from router.serving.prepare import Arrival, Preparer
@@ -148,6 +148,7 @@ class Service:
                     "free_blocks": group.stats.free_blocks,
                     "cached_blocks": group.stats.cached_blocks,
                     "active_blocks": group.stats.active_blocks,
+                    **_exchange(group),
                 }
                 for group in groups
             ],
@@ -240,3 +241,27 @@ class Service:
         if not isinstance(name, str):
             raise invalid("model must be a string.", param="model", code="invalid_type")
         raise model_not_found(name)
+
+
+def _exchange(group: GroupState) -> dict[str, Any]:
+    """What a group has to do with the KV blocks of others, as it tells every router."""
+    info, stats = group.info, group.stats
+    block_bytes = info.kv_bytes_per_block if info is not None else 0
+    return {
+        "exchanges_kv": info is not None and info.exchanges_kv,
+        "exchange_problem": info.exchange_problem if info is not None else "",
+        "leases": stats.kv_leases,
+        "transferring_blocks": stats.kv_transferring_blocks,
+        "reads": [
+            {
+                "source": reads.group_id,
+                "transport": reads.transport,
+                "open": reads.num_open,
+                "done": reads.num_done,
+                "failed": reads.num_failed,
+                "bytes": reads.num_blocks * block_bytes,
+                "seconds": reads.seconds,
+            }
+            for reads in stats.kv_sources
+        ],
+    }

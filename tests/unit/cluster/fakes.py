@@ -17,13 +17,25 @@ from cluster.guardian import Guardian
 from cluster.launch import LaunchError, LocalCluster, Report
 from cluster.serve_api import ServeApi
 
-METRICS = """\
-tandem_engine_running{model="Fake",replica="r",group="unified-u1"} 3.0
-tandem_engine_waiting{model="Fake",replica="r",group="unified-u1"} 2.0
-tandem_kv_blocks{model="Fake",replica="r",group="unified-u1",state="free"} 50.0
-tandem_kv_blocks{model="Fake",replica="r",group="unified-u1",state="cached"} 25.0
-tandem_kv_blocks{model="Fake",replica="r",group="unified-u1",state="active"} 25.0
-"""
+LOAD: dict[str, Any] = {
+    "groups": [
+        {
+            "group": "unified-u1",
+            "role": "unified",
+            "ready": True,
+            "running": 3,
+            "waiting": 2,
+            "free_blocks": 50,
+            "cached_blocks": 25,
+            "active_blocks": 25,
+            "exchanges_kv": True,
+            "exchange_problem": "",
+            "leases": 0,
+            "transferring_blocks": 0,
+            "reads": [],
+        }
+    ]
+}
 
 
 class FakeServer:
@@ -32,7 +44,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.details: dict[str, Any] = {"applications": {}}
         self.answers_dashboard = True
-        self.metrics = METRICS
+        self.load = LOAD
         self.prefix = ""  # of the API's paths
         self.key: str | None = None  # that the API wants
         self.puts: list[Any] = []  # bodies of deployments
@@ -89,8 +101,8 @@ class FakeServer:
                     self._answer({"error": {"message": "a key is needed"}}, status=401)
                 elif self.path == f"{server.prefix}/v1/models":
                     self._answer({"data": [{"id": "Fake"}]})
-                elif self.path == f"{server.prefix}/metrics":
-                    self._answer(server.metrics.encode())
+                elif self.path == f"{server.prefix}/load":
+                    self._answer(server.load)
                 elif self.path == f"{server.prefix}/ready":
                     self._answer({})
                 else:

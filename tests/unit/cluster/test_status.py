@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from cluster.group_table import ReportedLoad, application_statuses, parse_loads
 from cluster.serve_api import ingress_url
 from tests.unit.cluster.conftest import World
-from tests.unit.cluster.fakes import METRICS
+from tests.unit.cluster.fakes import LOAD
 from workers.directory.groups import GroupEntry, GroupListing, GroupPhase
 from workers.types import GroupId, Role
 
@@ -49,7 +48,7 @@ def details(unified: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 def test_a_ready_group_has_its_ranks_and_its_load() -> None:
-    loads = parse_loads(METRICS)
+    loads = parse_loads(LOAD)
     assert loads == {
         "unified-u1": ReportedLoad(running=3, waiting=2, free_blocks=50, cached_blocks=25, active_blocks=25)
     }
@@ -135,44 +134,64 @@ def test_pools_and_who_reads_from_whom(world: World) -> None:
         replace(entry(name), group_id=GroupId(f"{role.value}-{name}"), pool=role.value, role=role)
         for name, role in (("p1", Role.PREFILL), ("d1", Role.DECODE))
     ]
-    r1, r2 = (pair_series(router, "prefill-p1", "decode-d1") for router in ("r1", "r2"))
-    gone = pair_series("r1", "prefill-p0", "decode-d1")  # a group that has left
-    world.server.metrics = r1(4, 0, 2e8) + r2(3, 0, 3e8) + gone(7, 0, 1e8)
-    done = world.run("status", "--dashboard", world.server.url)
-    lines = done.stdout.splitlines()
+    prefill = said("prefill-p1", "prefill", leases=2)
+    reads = {"source": "prefill-p1", "transport": "memory", "open": 1, "done": 7, "failed": 2}
+    decode = said("decode-d1", "decode", reads=[reads | {"bytes": 50_000_000, "seconds": 0.2}])
+    world.server.load = {"groups": [prefill, decode]}
+    lines = world.run("status", "--dashboard", world.server.url).stdout.splitlines()
     assert [line.split()[:3] for line in lines[2:4]] == [
         ["prefill-p1", "prefill", "ready"],
         ["decode-d1", "decode", "ready"],
     ]
-    assert lines[4:] == ["  decode-d1 reads from prefill-p1: 7 times, 250 MB/s"]
-    world.server.metrics = r1(4, 2, None) + r2(3, 0, None)
-    done = world.run("status", "--dashboard", world.server.url)
-    assert done.stdout.splitlines()[4] == ("  decode-d1 reads from prefill-p1: 7 times, 2 brought nothing")
+    assert lines[4:] == [
+        "  decode-d1 reads from prefill-p1 by memory: 7 done, 1 under way, 2 failed, 50.0 MB at 250 MB/s",
+        "  prefill-p1 lends KV blocks: 2 leases held",
+    ]
     done = world.run("status", "--dashboard", world.server.url, "--json")
     (application,) = json.loads(done.stdout)["applications"]
     assert application["pairs"] == [
         {
             "source": "prefill-p1",
             "reader": "decode-d1",
-            "num_reads": 7,
+            "transport": "memory",
+            "num_open": 1,
+            "num_done": 7,
             "num_failed": 2,
-            "bytes_per_s": None,
+            "num_bytes": 50_000_000,
+            "bytes_per_s": 2.5e8,
         }
+    ]
+    assert [row["leases"] for row in application["rows"]] == [2, 0]
+    # One that has just been asked, of a group that has left; and a group that takes no part.
+    reads = {"source": "prefill-p0", "transport": "", "open": 1, "done": 0, "failed": 0}
+    nothing = reads | {"source": "prefill-p1", "bytes": 0, "seconds": 0.0}
+    decode = said("decode-d1", "decode", reads=[reads | {"bytes": 0, "seconds": 0.0}, nothing])
+    problem = "rank 0 gives out no blocks: [Errno 98] Address already in use"
+    world.server.load = {"groups": [said("prefill-p1", "prefill", exchange_problem=problem), decode]}
+    lines = world.run("status", "--dashboard", world.server.url).stdout.splitlines()
+    assert lines[4:] == [
+        "  decode-d1 reads from prefill-p1: 0 done, 1 under way",
+        f"  prefill-p1 exchanges no KV blocks: {problem}",
     ]
 
 
-def pair_series(router: str, source: str, reader: str) -> Callable[[int, int, float | None], str]:
-    """What a router says of a pair: from reads, failed ones and bytes a second to lines of /metrics."""
-    labels = f'{{model="toy",replica="{router}",source="{source}",reader="{reader}"}}'
+def said(group: str, role: str, **more: Any) -> dict[str, Any]:
+    """What a router says of a group."""
+    return {**LOAD["groups"][0], "group": group, "role": role, **more}
 
-    def lines(num_reads: int, num_failed: int, bytes_per_s: float | None) -> str:
-        rate = "" if bytes_per_s is None else f"tandem_kv_pair_bytes_per_second{labels} {bytes_per_s}\n"
-        return (
-            f"tandem_kv_pair_reads_total{labels} {num_reads}\n"
-            f"tandem_kv_pair_failures_total{labels} {num_failed}\n{rate}"
-        )
 
-    return lines
+def test_a_router_of_another_version_or_that_is_none_does_no_harm(world: World) -> None:
+    world.server.details = details([replica("u1"), replica("u2")])
+    world.server.details["http_options"] = {"host": "127.0.0.1", "port": world.server.port}
+    world.entries = [entry("u1"), entry("u2")]
+    new = ("exchanges_kv", "exchange_problem", "leases", "transferring_blocks", "reads")
+    earlier = {key: value for key, value in LOAD["groups"][0].items() if key not in new}
+    world.server.load = {"groups": [earlier]}
+    done = world.run("status", "--dashboard", world.server.url, "--json")
+    (application,) = json.loads(done.stdout)["applications"]
+    assert (application["rows"][1]["running"], application["rows"][1]["leases"]) == (3, 0)
+    world.server.load = []  # type: ignore[assignment]
+    assert world.run("status", "--dashboard", world.server.url).exit_code == 0
 
 
 def test_json_has_the_same(world: World) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.dispatch.interface import GroupState, PairState, Unavailable
+from router.dispatch.interface import GroupState, Unavailable
 from router.telemetry.metrics import CLIENT_ERRORS, DISCONNECTS, GENERATION_TOKENS, REQUESTS, SERVER_ERRORS
 from tests.unit.router.client import (
     CHAT,
@@ -185,16 +185,6 @@ def test_prefill_groups_alone_serve_nobody() -> None:
     assert call(both, "/v1/models").json()["data"][0]["max_model_len"] == INFO.max_model_len
     starting = stack(FakeDispatcher(states=(prefill, replace(decode, is_ready=False)))).app
     assert (call(starting, "/ready").status_code, call(starting, "/health").status_code) == (503, 503)
-
-
-def test_roles_and_pairs_are_in_the_load() -> None:
-    pair = PairState(GroupId("p"), GroupId("d"), 3, 1, 2.5e8, 7)
-    dispatcher = FakeDispatcher(states=(replace(READY, role=Role.DECODE),), known_pairs=(pair,))
-    load = call(stack(dispatcher).app, "/load").json()
-    assert [group["role"] for group in load["groups"]] == ["decode"]
-    assert load["pairs"] == [
-        {"source": "p", "reader": "d", "num_reads": 3, "num_failed": 1, "bytes_per_s": 2.5e8, "num_bytes": 7}
-    ]
 
 
 def test_our_own_fault_says_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:

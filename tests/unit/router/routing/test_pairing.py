@@ -9,7 +9,7 @@ import pytest
 
 from router.dispatch.interface import PairState
 from router.dispatch.pairs import PairTable
-from router.routing.pairing import Sources, rank_with_sources
+from router.routing.pairing import Pair, Sources, rank_with_sources
 from router.routing.policy import (
     Choice,
     GroupLoad,
@@ -19,7 +19,8 @@ from router.routing.policy import (
     rank,
     whole_block_tokens,
 )
-from workers.types import GroupId, Role
+from tests.unit.router.fakes import INFO
+from workers.types import GroupId, Role, SourceReads
 
 D, E, P, Q, U, V = (GroupId(name) for name in ("d", "e", "p", "q", "u", "v"))
 CONFIG = PolicyConfig()
@@ -184,22 +185,41 @@ def test_many_groups_are_weighed_with_a_few_sources_each() -> None:
 def test_rates_and_failures_of_a_pair() -> None:
     now_s = 100.0
     table = PairTable(lambda: now_s)
-    table.on_read((P, D), 1_000_000, 0.1)
-    table.on_read((P, D), 3_000_000, 0.1)
-    table.on_read((P, D), 1000, 5.0)  # too small to tell
-    table.on_read((Q, D), 10_000_000, -1.0)  # sooner than was predicted
+    table.on_read((P, D), 1_000_000)
+    table.on_read((P, D), 3_000_000)
+    table.on_read((Q, D), 10_000_000)
     table.on_failed((P, E))
-    assert table.rates() == {(P, D): pytest.approx(2e7), (Q, D): pytest.approx(1e10)}
     assert table.barred() == frozenset()
     table.on_failed((P, E))
     assert table.barred() == {(P, E)}
-    assert [state[:4] for state in table.states()] == [(P, D, 3, 0), (P, E, 0, 2), (Q, D, 1, 0)]
-    assert [state.num_bytes for state in table.states()] == [4_001_000, 0, 10_000_000]
+    assert [state[:4] for state in table.states()] == [(P, D, 2, 0), (P, E, 0, 2), (Q, D, 1, 0)]
+    assert [state.num_bytes for state in table.states()] == [4_000_000, 0, 10_000_000]
     assert table.states()[1] == PairState(P, E, 0, 2, None)
     now_s = 110.0
     assert table.barred() == frozenset()
-    table.on_read((P, E), 1, 1.0)
+    table.on_read((P, E), 1)
     table.on_failed((P, E))
     assert table.barred() == frozenset()
     table.drop(P)
     assert [state[:2] for state in table.states()] == [(Q, D)]
+
+
+def test_the_rate_of_a_pair_is_what_its_reader_tells() -> None:
+    table = PairTable(lambda: 0.0)
+    reader = replace(INFO, group_id=D, kv_bytes_per_block=10_000)
+
+    def hears(**reads: float) -> dict[Pair, float]:
+        told = [SourceReads(group_id=group_id, **reads) for group_id in (P, E)]  # type: ignore[arg-type]
+        table.hear(reader, told, {P, D})  # E has left
+        return {pair: round(rate, 3) for pair, rate in table.rates().items()}
+
+    assert hears(num_open=1) == {}
+    assert hears(num_blocks=100, seconds=0.1) == {(P, D): 1e7}
+    assert hears(num_blocks=106, seconds=9.0) == {(P, D): 1e7}  # too little to tell
+    assert hears(num_blocks=400, seconds=0.2) == {(P, D): 2e7}  # 3 MB in 0.1 s: the mean of two
+    assert hears(num_blocks=400, seconds=0.2) == {(P, D): 2e7}
+    assert hears(num_blocks=50, seconds=0.01) == {(P, D): 3e7}  # it counts anew
+    for turn in range(1, 40):
+        hears(num_blocks=50 + 100 * turn, seconds=0.01 + 0.01 * turn)
+    assert hears(num_blocks=4950, seconds=0.5)[P, D] == pytest.approx(1e8, rel=1e-3)
+    assert [state[:4] for state in table.states()] == [(P, D, 0, 0)]

@@ -1,12 +1,14 @@
-"""GET /explain/{id of an answer}: why a request went where it went."""
+"""GET /explain/{id of an answer}: why a request went where it went; GET /load: what groups do."""
 
 from __future__ import annotations
 
-from router.dispatch.interface import Decision
+from dataclasses import replace
+
+from router.dispatch.interface import Decision, PairState
 from router.routing.policy import Choice
 from tests.unit.router.client import COMPLETIONS, call, error_of
-from tests.unit.router.fakes import FakeDispatcher, stack
-from workers.types import GroupId, RequestId
+from tests.unit.router.fakes import INFO, READY, FakeDispatcher, stack
+from workers.types import GroupId, GroupStats, RequestId, Role, SourceReads
 
 A, B = GroupId("a"), GroupId("b")
 
@@ -59,3 +61,24 @@ def test_an_unknown_request() -> None:
     response = call(stack(FakeDispatcher()).app, "/explain/cmpl-0123")
     assert (response.status_code, error_of(response)["code"]) == (404, "unknown_request")
     assert "cmpl-0123" in error_of(response)["message"]
+
+
+def test_roles_and_pairs_are_in_the_load() -> None:
+    pair = PairState(GroupId("p"), GroupId("d"), 3, 1, 2.5e8, 7)
+    reads = SourceReads(
+        group_id=GroupId("p"), transport="memory", num_open=1, num_done=4, num_blocks=3, seconds=0.5
+    )
+    stats = GroupStats(kv_leases=2, kv_transferring_blocks=5, kv_sources=(reads,))
+    info = replace(INFO, kv_bytes_per_block=100, exchange_problem="no port")
+    dispatcher = FakeDispatcher(
+        states=(replace(READY, role=Role.DECODE, info=info, stats=stats),), known_pairs=(pair,)
+    )
+    load = call(stack(dispatcher).app, "/load").json()
+    (group,) = load["groups"]
+    assert (group["role"], group["leases"], group["transferring_blocks"]) == ("decode", 2, 5)
+    assert (group["exchanges_kv"], group["exchange_problem"]) == (False, "no port")
+    expected = {"source": "p", "transport": "memory", "open": 1, "done": 4, "failed": 0}
+    assert group["reads"] == [expected | {"bytes": 300, "seconds": 0.5}]
+    assert load["pairs"] == [
+        {"source": "p", "reader": "d", "num_reads": 3, "num_failed": 1, "bytes_per_s": 2.5e8, "num_bytes": 7}
+    ]
