@@ -23,7 +23,7 @@ from workers.types import GenerateRequest, RequestId, SamplingParams
 VOCAB_SIZE = 259
 SCORED = prompt_ids(500, VOCAB_SIZE, seed=29)
 STEP_TOKENS = (16, 17, 128, 4096)
-LONG = 1500  # tokens of the prompt that comes in between: twelve steps
+LONG = 1024  # tokens of the prompt that comes in between: eight steps
 
 
 @pytest.fixture(scope="module")
