@@ -50,6 +50,10 @@ test-unit: install  ## the tests that need no model and no cluster
 test-faults: install  ## processes that are stopped for longer than others wait for them
 	$(TEST) tests -m faults
 
+.PHONY: test-scale
+test-scale: install  ## updates under load: that succeed, fail, never get their machines, and are taken back
+	$(TEST) tests/integration -m scale
+
 .PHONY: lint
 lint: install  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
