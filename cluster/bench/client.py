@@ -30,7 +30,7 @@ class ServedModel:
 class Answer:
     """What came back. Times are those of the clock that was passed."""
 
-    token_s: tuple[float, ...] = ()  # when pieces with text or tokens came
+    token_s: tuple[float, ...] = ()  # when pieces with text came, and the first whatever it held
     end_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -101,7 +101,9 @@ class CompletionClient:
                     event: Any = json.loads(data)
                     if event.get("error"):
                         return Answer(error=str(event["error"])[:_MAX_ERROR_BYTES], end_s=now)
-                    if event.get("choices"):
+                    choices = event.get("choices")
+                    # The last event may only say why the answer ends.
+                    if choices and (not token_s or any(choice.get("text") for choice in choices)):
                         token_s.append(now)
                     usage = event.get("usage") or usage
         except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError) as error:

@@ -60,14 +60,14 @@ def serve(
     with terminal.exit_codes():
         rates = _rates(rate)
 
-        def make(per_s: float) -> Callable[[ServedModel], Iterable[Due]]:
+        def make(per_s: float, place: int) -> Callable[[ServedModel], Iterable[Due]]:
             return lambda _: poisson(
                 rate=per_s,
                 requests=requests,
                 prompt=prompt,
                 output=output,
                 vocab_size=vocab_size,
-                seed=seed,
+                seed=seed + place,  # or a later rate would find its prompts cached
                 shared=shared,
             )
 
@@ -80,7 +80,7 @@ def serve(
             "shared_tokens": shared,
             "seed": seed,
         }
-        runs = {f"{per_s:g}/s": make(per_s) for per_s in rates}
+        runs = {f"{per_s:g}/s": make(per_s, place) for place, per_s in enumerate(rates)}
         server = _server(context, url, keys_file, timeout_s)
         _run(context, terminal, "serve", server, runs, load, Limits(ttft_ms=ttft, tpot_ms=tpot), out)
 

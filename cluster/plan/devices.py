@@ -9,8 +9,10 @@ from workers.runtime.memory import available_host_bytes
 
 MIB = 1 << 20
 THIS_MACHINE = "this"
-# Kept back on a GPU for driver and libraries: a CUDA context with cuBLAS takes 300 to 500 MiB.
+# Of a GPU, for driver and libraries: a CUDA context with cuBLAS takes 300 to 500 MiB.
 GPU_RESERVE_BYTES = 512 * MIB
+# And for what torch's allocator holds beside live tensors.
+GPU_ALLOCATOR_BYTES = 512 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +31,11 @@ class Device:
     memory_bytes: int
     read_bytes_per_s: float
     flop_per_s: float
+    link_bytes_per_s: float  # to another device of the machine, one way
     source: str
     is_gpu: bool = True
     reserve_bytes: int = GPU_RESERVE_BYTES
+    allocator_bytes: int = GPU_ALLOCATOR_BYTES
 
     @property
     def roofs(self) -> Roofs:
@@ -50,49 +54,61 @@ _GPUS = (
         memory_bytes=40_960 * MIB,
         read_bytes_per_s=1.555e12,
         flop_per_s=312e12,
-        source="NVIDIA A100 datasheet, 40 GB: 1,555 GB/s, BF16 312 TFLOPS",
+        link_bytes_per_s=300e9,
+        source="NVIDIA A100 datasheet, 40 GB: 1,555 GB/s, BF16 312 TFLOPS; NVLink 600 GB/s both ways",
     ),
     Device(
         name="a100-80g",
         memory_bytes=81_920 * MIB,
         read_bytes_per_s=2.0e12,
         flop_per_s=312e12,
-        source="NVIDIA A100 datasheet, 80 GB: 1,935 (PCIe), 2,039 GB/s (SXM), 2 TB/s taken; BF16 312 TFLOPS",
+        link_bytes_per_s=300e9,
+        source="NVIDIA A100 datasheet, 80 GB: 1,935 (PCIe), 2,039 GB/s (SXM), 2 TB/s taken; BF16 312 "
+        "TFLOPS; NVLink 600 GB/s both ways",
     ),
     Device(
         name="h100",
         memory_bytes=81_920 * MIB,
         read_bytes_per_s=3.35e12,
         flop_per_s=989.4e12,
-        source="NVIDIA H100 datasheet, SXM: 3.35 TB/s, BF16 1,979 TFLOPS with sparsity, half without",
+        link_bytes_per_s=450e9,
+        source="NVIDIA H100 datasheet, SXM: 3.35 TB/s, BF16 1,979 TFLOPS with sparsity, half without; "
+        "NVLink 900 GB/s both ways",
     ),
     Device(
         name="h200",
         memory_bytes=144_384 * MIB,
         read_bytes_per_s=4.8e12,
         flop_per_s=989.4e12,
-        source="NVIDIA H200 datasheet, SXM: 141 GB, 4.8 TB/s, BF16 1,979 TFLOPS with sparsity, half without",
+        link_bytes_per_s=450e9,
+        source="NVIDIA H200 datasheet, SXM: 141 GB, 4.8 TB/s, BF16 1,979 TFLOPS with sparsity, half "
+        "without; NVLink 900 GB/s both ways",
     ),
     Device(
         name="l4",
         memory_bytes=24_576 * MIB,
         read_bytes_per_s=300e9,
         flop_per_s=121e12,
-        source="NVIDIA L4 datasheet: 24 GB, 300 GB/s, BF16 242 TFLOPS with sparsity, half without",
+        link_bytes_per_s=32e9,
+        source="NVIDIA L4 datasheet: 24 GB, 300 GB/s, BF16 242 TFLOPS with sparsity, half without; "
+        "PCIe 64 GB/s both ways",
     ),
     Device(
         name="l40s",
         memory_bytes=49_152 * MIB,
         read_bytes_per_s=864e9,
         flop_per_s=362.05e12,
-        source="NVIDIA L40S datasheet: 48 GB, 864 GB/s, BF16 362.05 TFLOPS",
+        link_bytes_per_s=32e9,
+        source="NVIDIA L40S datasheet: 48 GB, 864 GB/s, BF16 362.05 TFLOPS; PCIe 64 GB/s both ways",
     ),
     Device(
         name="mi300x",
         memory_bytes=196_608 * MIB,
         read_bytes_per_s=5.3e12,
         flop_per_s=1307.4e12,
-        source="AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, BF16 1,307.4 TFLOPS",
+        link_bytes_per_s=448e9,
+        source="AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, BF16 1,307.4 TFLOPS; Infinity "
+        "Fabric 896 GB/s both ways",
     ),
 )
 DEVICES = {device.name: device for device in _GPUS}
@@ -122,6 +138,8 @@ def this_machine(roofs: Roofs, *, source: str) -> Device:
         read_bytes_per_s=roofs.read_bytes_per_s,
         flop_per_s=roofs.flop_per_s,
         source=source,
+        link_bytes_per_s=roofs.read_bytes_per_s,  # ranks of one machine hand over in memory
         is_gpu=False,
         reserve_bytes=0,
+        allocator_bytes=0,
     )

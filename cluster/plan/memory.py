@@ -1,10 +1,10 @@
 """What one rank keeps in memory, each part with its formula, and how many requests its KV pool holds.
 
-    device = reserve + weights + activations + temporary buffers + KV pool
+    device = reserve + allocator + weights + activations + temporary buffers + KV pool
 
 The pool's size is the engine's own (`workers.runtime.pool_size`): rank 0, whose share is never the smallest,
 stands for all. Activations and buffers are what the C++ step allocates (`workers/kernels/cpu/step.h`); on a
-GPU torch allocates as much or somewhat more, which is what the reserve is for, too.
+GPU torch allocates as much or somewhat more, which is what its allocator's share is for.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
         head_copy = vocab * spec.hidden_size * element
     parts = [
         MemoryPart(name="reserve", num_bytes=device.reserve_bytes, formula="driver and libraries"),
+        MemoryPart(name="allocator", num_bytes=device.allocator_bytes, formula="kept beside live tensors"),
         MemoryPart(
             name="weights", num_bytes=weights, formula=whole if size == 1 else f"rank 0 of {size}: {whole}"
         ),

@@ -20,6 +20,7 @@ from workers.model.spec import legal_tensor_parallel
 
 _QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16
 _MOST_RANKS = 8  # ranks of a group belong on one machine
+_REDUCE_LATENCY_S = 10e-6  # of one all-reduce of a few rows
 PREFILL_LENGTHS = (512, 2048)
 
 
@@ -82,11 +83,12 @@ def make_plan(
 ) -> Plan:
     """Raises DoesNotFit for a model or context that the ranks of `shape` cannot hold."""
     memory = plan_memory(model, device, shape)
-    load, ranks = load_of(model, shape), shape.tensor_parallel
+    load = load_of(model, shape)
+    devices = shape.tensor_parallel if device.is_gpu else 1  # ranks on a CPU share the machine
     roofs = Roofs(
-        read_bytes_per_s=speed.roofs.read_bytes_per_s * ranks, flop_per_s=speed.roofs.flop_per_s * ranks
+        read_bytes_per_s=speed.roofs.read_bytes_per_s * devices, flop_per_s=speed.roofs.flop_per_s * devices
     )
-    cost = split_cost(speed, ranks)
+    cost = split_cost(model, device, speed, shape)
     lengths = sorted({min(length, shape.context) for length in (*PREFILL_LENGTHS, shape.context)})
     return Plan(
         model=model,
@@ -141,18 +143,23 @@ def propose(
 ) -> tuple[Proposal, list[str]]:
     """The proposal with the fewest devices, and a line about each that was looked at; of equals the simpler.
 
-    tensor_parallel: None to choose; on this machine the plan's own, for that is what was measured.
+    tensor_parallel: None to choose, among those with which groups fill a machine of 8 devices; on this
+    machine the plan's own, for that is what was measured.
     Raises NotReachable with all reasons.
     """
     sizes = [tensor_parallel or plan.shape.tensor_parallel]
-    if tensor_parallel is None and plan.speed.efficiency is not None:
-        sizes = [row.tensor_parallel for row in plan.ranks if row.requests]
+    if tensor_parallel is None and plan.device.is_gpu:
+        sizes = [
+            row.tensor_parallel
+            for row in plan.ranks
+            if row.requests and _MOST_RANKS % row.tensor_parallel == 0
+        ]
     found: list[Proposal] = []
     lines: list[str] = []
     for size in sizes:
         memory = plan_memory(plan.model, plan.device, replace(plan.shape, tensor_parallel=size))
         group = GroupLimits(
-            cost=split_cost(plan.speed, size),
+            cost=split_cost(plan.model, plan.device, plan.speed, replace(plan.shape, tensor_parallel=size)),
             tensor_parallel=size,
             step_tokens=plan.shape.schedule.max_step_tokens,
             pool_tokens=memory.num_tokens,
@@ -182,18 +189,23 @@ def load_of(model: PlannedModel, shape: Shape) -> Load:
     return load if shape.quantization == "none" else replace(load, speedup=_QUANTIZED_SPEEDUP)
 
 
-def split_cost(speed: Speed, tensor_parallel: int) -> StepCost:
-    """Of a group: ranks share everything but the overhead. What they say to each other is not counted."""
-    cost = speed.cost
-    if tensor_parallel == 1:
+def split_cost(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> StepCost:
+    """Of a group: GPUs share everything but the overhead and add two all-reduces a layer (ring: each rank
+    sends 2 (n - 1) / n of the rows). Ranks on a CPU share one machine: they cost what one does.
+    """
+    ranks, cost = shape.tensor_parallel, speed.cost
+    if ranks == 1 or not device.is_gpu:
         return cost
+    reduces = 2 * model.spec.num_layers
+    row_bytes = model.spec.hidden_size * shape.element_bytes
+    token_traffic_s = reduces * 2 * (ranks - 1) / ranks * row_bytes / device.link_bytes_per_s
     return StepCost(
-        overhead_s=cost.overhead_s,
-        weights_s=cost.weights_s / tensor_parallel,
-        token_s=cost.token_s / tensor_parallel,
-        row_s=cost.row_s / tensor_parallel,
-        context_token_s=cost.context_token_s / tensor_parallel,
-        pair_s=cost.pair_s / tensor_parallel,
+        overhead_s=cost.overhead_s + reduces * _REDUCE_LATENCY_S,
+        weights_s=cost.weights_s / ranks,
+        token_s=cost.token_s / ranks + token_traffic_s,
+        row_s=cost.row_s / ranks,
+        context_token_s=cost.context_token_s / ranks,
+        pair_s=cost.pair_s / ranks,
         blend=cost.blend,
     )
 
@@ -207,8 +219,11 @@ def _notes(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> l
             f"Expected rates assume {speed.efficiency:.0%} of the datasheet's ceilings (--efficiency), "
             "limits all of them."
         )
-    if shape.tensor_parallel > 1:
-        notes.append("Traffic between ranks is not counted.")
+    if shape.tensor_parallel > 1 and device.is_gpu:
+        notes.append(
+            f"Two all-reduces a layer are counted, each {_REDUCE_LATENCY_S * 1e6:g} us and its bytes over "
+            f"{device.link_bytes_per_s / 1e9:g} GB/s; limits leave them out."
+        )
     int8 = int8_kv_bytes_per_token(model.spec)
     notes.append(
         f"Keys and values in 8 bits with a 16-bit scale a head would take {int8:,} B a token; the engine "

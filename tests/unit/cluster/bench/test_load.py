@@ -74,6 +74,7 @@ class SlowServer:
             "completion_tokens": body["max_tokens"],
             "prompt_tokens_details": {"cached_tokens": 2},
         }
+        await response.write(b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n')
         await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
         await response.write(b": keep-alive\n\ndata: [DONE]\n\n")
         return response

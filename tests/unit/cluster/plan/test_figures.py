@@ -79,10 +79,13 @@ def test_textbook_requests(llama: PlannedModel, mistral: PlannedModel) -> None:
 def test_the_plan_is_exact_and_subtracts_what_else_is_needed(
     llama: PlannedModel, mistral: PlannedModel
 ) -> None:
-    for model, requests in ((llama, 66), (mistral, 263)):
+    for model, requests in ((llama, 66), (mistral, 261)):
         plan = plan_memory(model, A100, Shape(context=2048))
         parts = {part.name: part.num_bytes for part in plan.parts}
-        assert list(parts) == ["reserve", "weights", "activations", "temporary buffers", "KV pool"]
+        assert list(parts) == [
+            *("reserve", "allocator", "weights"),
+            *("activations", "temporary buffers", "KV pool"),
+        ]
         assert parts["weights"] == 2 * model.num_parameters
         assert plan.num_requests == requests
         assert sum(parts.values()) <= A100.memory_bytes

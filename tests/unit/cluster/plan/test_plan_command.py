@@ -10,7 +10,9 @@ from cluster.config import EMBEDDED_MODEL
 from cluster.machine import usable_cores
 from cluster.plan.calibration import find_calibration, keep_calibration
 from cluster.plan.devices import DEVICES
+from cluster.plan.memory import Shape
 from cluster.plan.models import UnknownModel, find_model
+from cluster.plan.plan import find_speed, split_cost
 from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU
 from cluster.validate import load_deployment
 from tests.unit.cluster.conftest import World
@@ -36,7 +38,7 @@ def test_the_well_known_example(world: World) -> None:
     other = world.run("plan", "mistral-7b", "--device", "a100-80g").stdout
     assert "= 131,072 B a token, 256 MiB for 2,048 tokens" in other
     assert "= 267 requests." in other
-    assert "263 requests of 2,048 tokens fit at once" in other
+    assert "261 requests of 2,048 tokens fit at once" in other
 
 
 def test_json_has_it_all(world: World) -> None:
@@ -188,3 +190,21 @@ def test_a_calibration_is_found_again_for_its_model_only(world: World, tiny_mode
     file.write_text("{")
     refused = world.run("plan", str(tiny_model), "--context", "128")
     assert refused.exit_code == 1 and "not readable as JSON" in refused.stderr
+
+
+def test_ranks_share_the_work_and_pay_for_their_traffic() -> None:
+    model, shape = find_model("llama-2-7b"), Shape(tensor_parallel=4)
+    device, speed = find_speed(model, "a100-80g", shape, efficiency=1.0)
+    one, four = speed.cost, split_cost(model, device, speed, shape)
+    assert four.weights_s == one.weights_s / 4 and four.pair_s == one.pair_s / 4
+    assert four.overhead_s == pytest.approx(64 * 10e-6)
+    # 64 all-reduces of 4096 values of 2 bytes, 2 (n - 1) / n of them over 300 GB/s.
+    assert four.token_s == pytest.approx(one.token_s / 4 + 64 * 1.5 * 8192 / 300e9)
+    here, measured = find_speed(model, "this", shape, efficiency=1.0)
+    assert split_cost(model, here, measured, shape) == measured.cost
+
+
+def test_proposals_fill_machines_of_eight(world: World) -> None:
+    arguments = ("plan", "llama-2-7b", "--device", "a100-80g", *TARGETS, "--rate", "20", "--json")
+    looked_at = json.loads(world.run(*arguments).stdout)["proposal"]["looked_at"]
+    assert [line.split(",")[1].split()[0] for line in looked_at] == ["1", "1", "2", "2", "4", "4", "8", "8"]
