@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from cluster.plan.step_cost import StepShape, causal_pairs
+from cluster.plan.step_cost import StepShape
+from cluster.plan.step_shape import shape_of
 from workers.config import CacheConfig, GroupConfig
 from workers.engine.engine import Engine
 from workers.engine.step import Executor, GroupFailed, StepPlan, StepResult
@@ -135,18 +136,3 @@ class _Recorder:
 
     def close(self) -> None:
         self._executor.close()
-
-
-def shape_of(plan: StepPlan) -> StepShape:
-    """What a plan computes. A slice of one token past the prompt is a decode row."""
-    tokens = pairs = rows = context = 0
-    for piece in plan.slices:
-        count = len(piece.token_ids)
-        is_row = piece.sample is not None and piece.start >= len(piece.sample.prompt_token_ids)
-        if is_row and count == 1:
-            rows += 1
-            context += piece.start + 1
-        else:
-            tokens += count
-            pairs += causal_pairs(count, piece.start)
-    return StepShape(prefill_tokens=tokens, prefill_pairs=pairs, decode_rows=rows, context_tokens=context)

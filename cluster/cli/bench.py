@@ -67,7 +67,8 @@ def calibrate(
         result = _measured(terminal, services, order, timeout_s=_LOAD_S + _PATIENCE * seconds)
         file = keep_calibration(result)
         try:
-            pool = pool_row(folder, settings, result["pool"])
+            on_cpu = result["about"]["device"] == "cpu"  # a GPU is planned fuller than by default
+            pool = pool_row(folder, settings, result["pool"]) if on_cpu else None
         except DoesNotFit as error:
             raise CommandFailed(str(error)) from error
         if as_json:

@@ -2,15 +2,13 @@
 
 import pytest
 
-from cluster.bench.engine import EngineRun, TimedStep, shape_of
+from cluster.bench.engine import EngineRun, TimedStep
 from cluster.bench.kv_cache import growth
 from cluster.bench.orders import EngineSettings, SweepOrder
 from cluster.bench.sweep import above_limit, load_of, mark_knee, row_of
 from cluster.plan.devices import Roofs
 from cluster.plan.models import find_model
 from cluster.plan.step_cost import StepShape
-from workers.engine.step import SampleTask, SequenceSlice, StepPlan
-from workers.types import SamplingParams
 
 ORDER = SweepOrder(engine=EngineSettings(model="m"), prompt_tokens=100, new_tokens=5)
 LOAD = load_of(find_model("smollm2-135m").spec, "bfloat16", "none")
@@ -79,26 +77,3 @@ def test_growth_is_the_exponent_of_the_time_since_the_first_token() -> None:
     assert growth([5 + 2.0 * t for t in range(65)]) == pytest.approx(1.0)
     assert growth([5 + 0.1 * t**2 for t in range(65)]) == pytest.approx(2.0)
     assert growth([1.0, 2.0]) == 1.0
-
-
-def test_the_shape_of_a_plan() -> None:
-    def piece(start: int, count: int, prompt: int, *, is_last: bool = True) -> SequenceSlice:
-        task = SampleTask(
-            params=SamplingParams(max_tokens=1),
-            choice=0,
-            prompt_token_ids=range(prompt),
-            output_token_ids=(),
-        )
-        ids = list(range(count))
-        return SequenceSlice(token_ids=ids, start=start, block_table=[0], sample=task if is_last else None)
-
-    plan = StepPlan(
-        number=1,
-        slices=[
-            piece(20, 1, 20),  # a decode row: attends to 21
-            piece(7, 1, 5),  # another: 8
-            piece(9, 1, 10),  # the last token of a prompt: 10 pairs
-            piece(4, 3, 50, is_last=False),  # 5 + 6 + 7 pairs
-        ],
-    )
-    assert shape_of(plan) == StepShape(prefill_tokens=4, prefill_pairs=28, decode_rows=2, context_tokens=29)
