@@ -44,7 +44,7 @@ _TEXT_IDS = range(1000, 9000)  # ordinary words in the embedded model's vocabula
 
 
 class PacedEngine:
-    """Implements `workers.data_plane.server.EngineInput`. Belongs to one asyncio loop, its server's."""
+    """Implements `workers.data_plane.server_terms.EngineInput`. Belongs to one asyncio loop, its server's."""
 
     def __init__(self, server: StreamServer) -> None:
         self._server = server

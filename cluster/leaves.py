@@ -104,6 +104,8 @@ RANGES: dict[str, Range] = {
     "router.http.keep_alive_s": Range(0.1, 3600),
     "router.http.send_timeout_s": Range(0.1, 3600),
     "router.http.max_request_s": Range(1, 7 * _DAY_S),
+    "router.http.goodput_ttft_s": Range(0.001, 3600),
+    "router.http.goodput_tpot_s": Range(0.0001, 3600),
     "router.http.text_threads": Range(1, 256),
     "router.http.render_timeout_s": Range(0.01, 60),
     "router.http.tokenize_timeout_s": Range(0.01, 600),

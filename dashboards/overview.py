@@ -123,8 +123,8 @@ _GROUPS = (
         unit="percentunit",
         queries=(
             Query(
-                f"sum by (group) ({_rate('engine_cached_tokens_total')})"
-                f" / (sum by (group) ({_rate('engine_prompt_tokens_total')}) > 0)",
+                f"sum by (group) ({_rate('kv_hit_tokens_total')})"
+                f" / (sum by (group) ({_rate('kv_query_tokens_total')}) > 0)",
                 "{{group}}",
             ),
         ),
@@ -190,10 +190,10 @@ _EXCHANGE = (
         ),
     ),
     Panel(
-        title="Blocks on their way",
-        description="Blocks that reads are writing now.",
+        title="Reads under way",
+        description="Orders to copy some blocks that have not ended.",
         unit="short",
-        queries=(Query(f"max by (group) (tandem_kv_transferring_blocks{_OF})", "{{group}}"),),
+        queries=(Query(f"max by (group) (tandem_kv_transfer_inflight{_OF})", "{{group}}"),),
     ),
     Panel(
         title="Readers",

@@ -15,6 +15,17 @@ from types import TracebackType
 from router.api.errors import ApiError, overloaded
 from router.settings import RouterSettings
 
+# Why requests were refused: what was full, or not there.
+REJECTIONS = (
+    "draining",
+    "inflight",
+    "queue_requests",
+    "queue_tokens",
+    "key_limit",
+    "text_busy",
+    "no_group",
+    "group_busy",
+)
 _SMOOTHING = 0.1  # weight of the newest queue time in the moving mean
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # OpenAI's client follows up to 120 s
 
@@ -33,6 +44,8 @@ class Admission:
         self.num_queued = 0
         self.queued_tokens = 0
         self.is_draining = False
+        self.rejected: Counter[str] = Counter()  # by REJECTIONS
+        self._queued: dict[AdmittedRequest, float] = {}  # when they came, in that order
         self._inflight_of_tenant: Counter[str] = Counter()
         self._mean_queue_s = 0.0
 
@@ -40,17 +53,26 @@ class Admission:
         """Raises ApiError 503 or 429 when a request would not be admitted now."""
         limits = self._settings
         if self.is_draining:
-            raise self._refusal("This router is shutting down; another one will answer.", code="draining")
+            raise self._refusal(
+                "draining", "This router is shutting down; another one will answer.", code="draining"
+            )
         if self.num_inflight >= limits.max_inflight_requests:
-            raise self._refusal(f"{self.num_inflight} requests are in flight, which is the limit.")
+            raise self._refusal(
+                "inflight", f"{self.num_inflight} requests are in flight, which is the limit."
+            )
         if self.num_queued >= limits.max_queued_requests:
-            raise self._refusal(f"{self.num_queued} requests are waiting, which is the limit.")
+            raise self._refusal(
+                "queue_requests", f"{self.num_queued} requests are waiting, which is the limit."
+            )
         # One request alone is always admitted, however long.
         if self.num_queued and self.queued_tokens + num_tokens > limits.max_queued_tokens:
-            raise self._refusal(f"{self.queued_tokens} prompt tokens are waiting; the limit is near.")
+            raise self._refusal(
+                "queue_tokens", f"{self.queued_tokens} prompt tokens are waiting; the limit is near."
+            )
         own_limit = limits.max_requests_per_key
         if tenant and own_limit is not None and self._inflight_of_tenant[tenant] >= own_limit:
             raise self._refusal(
+                "key_limit",
                 f"This API key has {own_limit} requests in flight, which is its limit.",
                 code="rate_limit_exceeded",
                 status=429,
@@ -63,15 +85,32 @@ class Admission:
         self.num_queued += 1
         self.queued_tokens += num_tokens
         self._inflight_of_tenant[tenant] += 1
-        return AdmittedRequest(self, tenant, num_tokens, self._clock())
+        now = self._clock()
+        place = AdmittedRequest(self, tenant, num_tokens, now)
+        self._queued[place] = now
+        return place
+
+    @property
+    def oldest_s(self) -> float:
+        """How long the request that has waited longest for its first token has done so."""
+        return self._clock() - next(iter(self._queued.values())) if self._queued else 0.0
 
     def unavailable(
-        self, message: str, *, code: str = "server_is_overloaded", retry_after_s: float = _MIN_RETRY_S
+        self,
+        reason: str,
+        message: str,
+        *,
+        code: str = "server_is_overloaded",
+        retry_after_s: float = _MIN_RETRY_S,
     ) -> ApiError:
-        """503 for a reason outside of this replica, with a Retry-After around `retry_after_s`."""
+        """503 for one of REJECTIONS outside of this replica, with a Retry-After around `retry_after_s`."""
+        self.rejected[reason] += 1
         return overloaded(message, retry_after_s=self._spread(retry_after_s), code=code)
 
-    def _refusal(self, message: str, *, code: str = "server_is_overloaded", status: int = 503) -> ApiError:
+    def _refusal(
+        self, reason: str, message: str, *, code: str = "server_is_overloaded", status: int = 503
+    ) -> ApiError:
+        self.rejected[reason] += 1
         wait_s = min(max(self._mean_queue_s, _MIN_RETRY_S), _MAX_RETRY_S)
         return overloaded(message, retry_after_s=self._spread(wait_s), code=code, status=status)
 
@@ -79,8 +118,9 @@ class Admission:
         """A waiting time around `wait_s`, so that those who are told at once do not come back at once."""
         return wait_s * (0.75 + 0.5 * self._random())
 
-    def _leave_queue(self, num_tokens: int, waited_s: float | None) -> None:
+    def _leave_queue(self, place: AdmittedRequest, num_tokens: int, waited_s: float | None) -> None:
         self.num_queued -= 1
+        del self._queued[place]
         self.queued_tokens -= num_tokens
         if waited_s is not None:
             self._mean_queue_s += _SMOOTHING * (waited_s - self._mean_queue_s)
@@ -107,7 +147,7 @@ class AdmittedRequest:
         if self.is_queued:
             self.is_queued = False
             waited_s = self._admission._clock() - self._admitted_at
-            self._admission._leave_queue(self._num_tokens, waited_s)
+            self._admission._leave_queue(self, self._num_tokens, waited_s)
 
     def __enter__(self) -> AdmittedRequest:
         return self
@@ -117,5 +157,5 @@ class AdmittedRequest:
     ) -> None:
         if self.is_queued:
             self.is_queued = False
-            self._admission._leave_queue(self._num_tokens, None)
+            self._admission._leave_queue(self, self._num_tokens, None)
         self._admission._leave(self._tenant)

@@ -38,10 +38,9 @@ def build_service(
     metrics = RouterMetrics(
         model=settings.model_name,
         replica=settings.replica,
+        version=settings.version,
         admission=admission,
-        groups=dispatcher.groups,
-        fetches=dispatcher.fetch_counts,
-        pairs=dispatcher.pairs,
+        dispatcher=dispatcher,
         clock=time.monotonic,
     )
     preparer = Preparer(
@@ -49,6 +48,7 @@ def build_service(
         workers=TextWorkers(settings.text_threads),
         settings=settings,
         draw_seed=lambda: INT64_MIN + random.getrandbits(64),
+        clock=time.monotonic,
     )
     return Service(
         dispatcher=dispatcher,

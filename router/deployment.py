@@ -20,9 +20,11 @@ from router.dispatch.dispatcher import DispatchLimits, SocketDispatcher
 from router.http.app import create_app
 from router.routing.policy import PolicyConfig
 from router.settings import RouterSettings
+from router.tasks import end_tasks
 from router.telemetry.telemetry import Telemetry
 from router.text.tokenizer import TextTokenizer
 from workers.group_start import pool_of
+from workers.metrics.ray_export import keep_exporting
 from workers.secret import application_secret
 from workers.types import GenerateRequest, GroupId
 
@@ -122,6 +124,7 @@ class Router:
                 "stays; `tandem status` says what its groups wait for"
             ) from None
         await self._telemetry.start()
+        self._export = asyncio.create_task(keep_exporting(self._telemetry.own_families))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's call for the application, after the constructor."""
@@ -130,6 +133,7 @@ class Router:
     async def __del__(self) -> None:
         """Serve's call when the replica ends; it has let requests finish before."""
         self._service.start_draining()
+        await end_tasks(self._export)
         await self._telemetry.stop()
         await self._dispatcher.stop()
         self._service.close()

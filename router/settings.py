@@ -44,6 +44,10 @@ class RouterSettings:
     send_timeout_s: float = 60.0  # a client that takes nothing of its stream for so long has left
     max_request_s: float = 3600.0  # the longest generation; a client may ask for less
 
+    # Limits that goodput is counted by, seconds; None: not one. With neither, it is not counted.
+    goodput_ttft_s: float | None = None  # to the first token
+    goodput_tpot_s: float | None = None  # mean gap between the tokens of a choice
+
     # Text work off the event loop.
     text_threads: int = 2
     render_timeout_s: float = 1.0

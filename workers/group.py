@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from workers.config import GroupConfig
@@ -24,9 +25,12 @@ from workers.data_plane.submit import SubmitClient, SubmitRefused
 from workers.directory.groups import GroupEntry, GroupPhase
 from workers.directory.lease import DirectoryLease
 from workers.group_start import GroupStart, group_id_of
+from workers.metrics.families import group_families
+from workers.metrics.group import GroupSight
+from workers.metrics.ray_export import keep_exporting
 from workers.ranks.rank_set import RankSet
 from workers.secret import application_secret
-from workers.types import GenerateRequest, GroupId, Role
+from workers.types import GenerateRequest, GroupId, GroupInfo, Role
 
 _log = logging.getLogger("ray.serve")
 
@@ -57,7 +61,9 @@ class WorkerGroup:
         self._settings = settings
         self._failure: str | None = None
         self._client: SubmitClient | None = None
+        self._info: GroupInfo | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._export: asyncio.Task[None] | None = None
         self._signals = SignalWindow(time.monotonic, settings.scaling)
         # Serve gives a rebuilt group a new replica id, so one id has one epoch.
         entry = GroupEntry(
@@ -90,6 +96,7 @@ class WorkerGroup:
             _log.exception("group %s did not start", entry.group_id)
             raise GroupFailure(reason) from None  # what Serve shows is this sentence
         self._watch = asyncio.create_task(self._watch_ranks())
+        self._export = asyncio.create_task(keep_exporting(self._families))
 
     async def submit(
         self, client_id: str, request: GenerateRequest, ranked_groups: tuple[str, ...]
@@ -124,8 +131,9 @@ class WorkerGroup:
             left = await self._ranks.drain(self._settings.drain_timeout_s)
             if left:
                 _log.warning("group %s ends with %d requests unfinished", self._lease.entry.group_id, left)
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in (self._watch, self._export):
+            if task is not None:
+                task.cancel()
         if self._client is not None:
             self._client.close()
         await self._ranks.stop("the group was stopped")
@@ -138,6 +146,7 @@ class WorkerGroup:
             replace(entry, reason="loading the model", rank_pids=tuple(place.pid for place in places))
         )
         loaded = await self._ranks.load()
+        self._info = loaded.info
         identity = ClientIdentity(client_id=f"front-{entry.group_id}", secret=secret, subscribes=False)
         self._client = SubmitClient(identity, on_lost=lambda reason: self._fail(f"rank 0 is gone: {reason}"))
         await self._client.connect(*loaded.address)
@@ -145,6 +154,20 @@ class WorkerGroup:
             replace(self._lease.entry, phase=GroupPhase.READY, reason="", address=loaded.address)
         )
         _log.info("group %s is ready: %s", entry.group_id, loaded.info)
+
+    def _families(self) -> Iterable[Metric]:
+        """The group's series, for Ray's own metrics."""
+        assert self._client is not None and self._info is not None
+        entry = self._lease.entry
+        sight = GroupSight(
+            role=entry.role.value,
+            epoch=entry.epoch,
+            is_ready=self._failure is None and entry.phase is GroupPhase.READY,
+            info=self._info,
+            stats=self._client.stats,
+            report=self._client.report,
+        )
+        return group_families(sight, self._info)
 
     def _start_error(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):

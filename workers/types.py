@@ -123,6 +123,15 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """How long a group had a request before it had its first token, by what it did; seconds of its clock."""
+
+    queue_s: float  # waited for its turn
+    transfer_s: float  # waited for blocks of another group
+    compute_s: float  # from its admission on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
     """What a group says of one choice after a step: new tokens, and the end when it has come."""
 
@@ -133,6 +142,7 @@ class TokenChunk:
     # Of choice 0 only, once, in its first chunk: entry i belongs to prompt token i, entry 0 is None.
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; set in the first chunk of a choice
+    times: StageTimes | None = None  # in the first chunk of a choice
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the id that stopped it, when STOP
     error: str | None = None  # sentence for the client, when ERROR
@@ -214,6 +224,7 @@ class GroupStats:
     step_seconds_total: float = 0.0
     prompt_tokens_total: int = 0  # of admitted requests
     cached_tokens_total: int = 0  # of those, found in the prefix cache
+    remote_tokens_total: int = 0  # of those, in blocks that were read from other groups for the request
     generated_tokens_total: int = 0
     preemptions_total: int = 0
     finished_stop_total: int = 0

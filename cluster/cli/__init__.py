@@ -7,6 +7,7 @@ import typer
 from cluster.cli import bench, model
 from cluster.cli.chat import chat
 from cluster.cli.deploy import deploy, down, validate
+from cluster.cli.explain import explain
 from cluster.cli.plan import plan
 from cluster.cli.scale import scale
 from cluster.cli.serve import serve
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (serve, deploy, scale, status, down, chat, validate, plan, version):
+for command in (serve, deploy, scale, status, explain, down, chat, validate, plan, version):
     app.command()(command)
 app.command("simulate")(simulate_command)
 app.add_typer(model.app, name="model")

@@ -20,10 +20,18 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from router.dispatch.attempts import Attempt, Attempts, Send
+from router.dispatch.attempts import Attempt, Attempts, Send, SendFailed
 from router.dispatch.fetching import Fetcher
 from router.dispatch.groups import CanaryFailed, GroupLimits, GroupSource, GroupTable
-from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState, Unavailable
+from router.dispatch.interface import (
+    RETRY_REASONS,
+    Decision,
+    FetchCounts,
+    GroupState,
+    PairState,
+    RouteCounts,
+    Unavailable,
+)
 from router.dispatch.journey import MAX_CRASHES, Journey, Probation
 from router.dispatch.link import GroupLink
 from router.dispatch.placement import Placement, hash_prompt
@@ -85,6 +93,8 @@ class SocketDispatcher:
         self._wake = wake
         self._probation = Probation()
         self._moves: Counter[str] = Counter()  # by what came of them
+        self._clock = clock
+        self._counts = RouteCounts()
         self._placement = Placement(
             index=self.index,
             policy=policy or PolicyConfig(),
@@ -158,6 +168,16 @@ class SocketDispatcher:
     def move_counts(self) -> Counter[str]:
         """Requests whose group ended, by what became of them: moved, no_group, given_up."""
         return self._moves.copy()
+
+    def route_counts(self) -> RouteCounts:
+        """See `Dispatcher.route_counts`."""
+        counts, index = self._counts, self.index
+        counts.decisions, counts.moves = self._placement.reasons, self._moves
+        counts.predicted_tokens = self._placement.predicted_tokens
+        counts.index_blocks = index.num_blocks
+        counts.index_stored, counts.index_removed = index.num_stored, index.num_removed
+        counts.index_gaps = index.num_gaps
+        return counts
 
     def explain(self, request_id: RequestId) -> Decision | None:
         """See `Dispatcher.explain`. The last `max_decisions` requests are remembered."""
@@ -255,6 +275,7 @@ class SocketDispatcher:
 
     async def _place(self, request: GenerateRequest, first: int = 1) -> Attempt:
         """Finds a group that takes the request. `first` numbers its attempts. Raises Unavailable."""
+        began_s = self._clock()
         tried: set[GroupId] = set()
         refusal: Unavailable | None = None
         for number in range(first, first + self._limits.max_attempts):
@@ -273,17 +294,20 @@ class SocketDispatcher:
                 source = None
                 if 0 in request.choices():  # the one whose first chunk tells what was read
                     source = self._fetcher.begin(attempt, request, decision, chains)
+                decision.route_s = self._clock() - began_s
                 order = list(dict.fromkeys(choice.group_id for choice in decision.ranked))
                 await self._attempts.offer(attempt, replace(request, kv_source=source), order)
             except Exception as error:  # whatever the transport raises: this group does not have it
                 self._attempts.finish(attempt)
                 _log.warning("request %s: %s did not take it: %r", wire_id, best.info.group_id, error)
+                self._counts.retries[_retry_reason(error)] += 1
                 tried.add(best.info.group_id)
                 refusal = error if isinstance(error, Unavailable) else refusal
                 continue
             except BaseException:  # cancelled
                 self._attempts.finish(attempt)
                 raise
+            self._counts.seconds.observe(decision.route_s)
             decision.taken_by = attempt.owner.info.group_id if attempt.owner is not None else None
             return attempt
         tries = f" ({len(tried)} did not take it)" if tried else ""
@@ -305,3 +329,10 @@ class SocketDispatcher:
             raise CanaryFailed(f"it did not take the request: {error!r}") from error
         if chunk.finish_reason is FinishReason.ERROR or not chunk.token_ids:
             raise CanaryFailed(chunk.error or "an answer without a token")
+
+
+def _retry_reason(error: Exception) -> str:
+    refused, no_answer, failed = RETRY_REASONS
+    if isinstance(error, Unavailable):
+        return refused
+    return no_answer if isinstance(error, SendFailed) else failed

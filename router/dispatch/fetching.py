@@ -189,6 +189,7 @@ class _Running:
         """At once with the chunk: the answer may begin before the task that waits for it runs."""
         if is_computed(chunk):
             self._cached_tokens = chunk.num_cached_tokens
+            self._fetch.prefill_times = chunk.times
             self._is_computed = True
 
     def _next_source(self, num_asked: int) -> GroupLink | None:

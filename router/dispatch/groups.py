@@ -276,6 +276,7 @@ def _state(follower: _Follower) -> GroupState:
             is_ready=link.is_ready and follower.is_eligible,
             role=address.role,
             is_leaving=address.is_leaving,
+            report=link.report,
         )
     return GroupState(
         group_id=address.group_id,

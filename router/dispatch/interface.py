@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from router.routing.policy import Choice
-from workers.types import GenerateRequest, GroupId, GroupInfo, GroupStats, RequestId, Role, TokenChunk
+from workers.histogram import HistogramCell, doubling
+from workers.report import GroupReport
+from workers.types import (
+    GenerateRequest,
+    GroupId,
+    GroupInfo,
+    GroupStats,
+    RequestId,
+    Role,
+    StageTimes,
+    TokenChunk,
+)
 
 
 class Unavailable(Exception):
@@ -35,6 +46,7 @@ class GroupState:
     is_ready: bool  # connected, and a real token has come from it in this epoch
     role: Role = Role.UNIFIED
     is_leaving: bool = False  # it was told to end, and finishes what it has
+    report: GroupReport = field(default_factory=GroupReport)
 
     @property
     def can_answer(self) -> bool:
@@ -56,6 +68,7 @@ class Fetch:
     pulled_tokens: int | None = None  # of those; None until the first token
     # Prefill groups that were asked to compute the prompt, and which of PREFILL_OUTCOMES it came to.
     prefills: list[tuple[GroupId, str]] = field(default_factory=list)
+    prefill_times: StageTimes | None = None  # of the one that has computed it
 
 
 class PairState(NamedTuple):
@@ -80,6 +93,29 @@ class FetchCounts:
     recomputed_tokens: int = 0  # that should have been read, and were computed by the reader
 
 
+# Why a group was best: it reads blocks from another, has some of the prompt itself, or is just less busy;
+# retry: the best one had not taken the request.
+DECISION_REASONS = ("source", "prefix", "load", "retry")
+RETRY_REASONS = ("refused", "no_answer", "failed")  # what the group before had done
+MOVE_RESULTS = ("moved", "no_group", "given_up")  # of requests whose group ended
+ROUTE_S = doubling(0.00001, 17)  # bounds of the histogram below: 10 us .. 0.65 s
+
+
+@dataclass(slots=True)
+class RouteCounts:
+    """How requests were placed, since the start, and what placement knows to be cached."""
+
+    seconds: HistogramCell = field(default_factory=lambda: HistogramCell(ROUTE_S))
+    decisions: Counter[str] = field(default_factory=Counter)  # by DECISION_REASONS
+    retries: Counter[str] = field(default_factory=Counter)  # by RETRY_REASONS
+    moves: Counter[str] = field(default_factory=Counter)  # by MOVE_RESULTS
+    predicted_tokens: int = 0  # taken to be cached at the group chosen
+    index_blocks: int = 0  # now, of all groups
+    index_stored: int = 0  # log entries
+    index_removed: int = 0
+    index_gaps: int = 0
+
+
 @dataclass(slots=True)
 class Decision:
     """Why a request went where it went."""
@@ -91,6 +127,7 @@ class Decision:
     num_prompt_tokens: int
     taken_by: GroupId | None = None
     fetch: Fetch | None = None  # of the last attempt
+    route_s: float = 0.0  # from the tokenized prompt to its being offered to the first choice
 
 
 class Dispatcher(Protocol):
@@ -118,6 +155,10 @@ class Dispatcher(Protocol):
 
     def fetch_counts(self) -> FetchCounts:
         """What came of reading blocks: to read, not to change."""
+        ...
+
+    def route_counts(self) -> RouteCounts:
+        """How requests were placed: to read, not to change."""
         ...
 
     def explain(self, request_id: RequestId) -> Decision | None:

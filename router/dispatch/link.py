@@ -32,6 +32,7 @@ from workers.data_plane.wire import (
     WireError,
 )
 from workers.hashing import BlockHash
+from workers.report import GroupReport
 from workers.types import GroupAddress, GroupInfo, KVSource, RequestId, TokenChunk
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class GroupLink:
         self._channel: Channel | None = None
         self._info: GroupInfo | None = None
         self._load: LoadTracker | None = None
+        self._report = GroupReport()
         self._snapshot_parts: list[BlockHash] = []
         self._awaits_snapshot = True
         self._aborted: OrderedDict[RequestId, None] = OrderedDict()
@@ -96,6 +98,11 @@ class GroupLink:
         """Its load; the dispatcher adds what it sends."""
         assert self._load is not None, "the link has not been opened"
         return self._load
+
+    @property
+    def report(self) -> GroupReport:
+        """What the group has told of itself last, beside its load."""
+        return self._report
 
     @property
     def is_open(self) -> bool:
@@ -138,6 +145,7 @@ class GroupLink:
                 self._sink.on_chunks(self, message.chunks)
             case Stats():
                 self.load.on_stats(message.stats)
+                self._report = message.report or self._report
             case Events():
                 if not self._index.apply(self.info.group_id, message.events):
                     self._resync(channel)

@@ -6,11 +6,11 @@ The bridge between what is live (links, prefix index) and the pure policy and pa
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from router.dispatch.interface import Decision
+from router.dispatch.interface import DECISION_REASONS, Decision
 from router.dispatch.pairs import PairTable
 from router.routing.load import LoadTracker
 from router.routing.pairing import Sources, rank_with_sources
@@ -55,6 +55,8 @@ class Placement:
         self._max_decisions = max_decisions
         self._decisions: OrderedDict[RequestId, Decision] = OrderedDict()
         self._turn = 0
+        self.reasons: Counter[str] = Counter()  # of decisions, by DECISION_REASONS
+        self.predicted_tokens = 0  # that the groups chosen were taken to have
         self.pairs = PairTable(clock)
 
     def choose(
@@ -93,7 +95,10 @@ class Placement:
     def charge(self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: PlacedGroup) -> None:
         """Counts the request to the group until its own stats do, and its blocks as being made there."""
         info, best = link.info, decision.ranked[0]
-        uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
+        cached = self.cached_tokens(decision, link)
+        uncached = decision.num_prompt_tokens - cached
+        self.predicted_tokens += cached
+        self.reasons[_reason(decision, cached)] += 1
         fetched = best.fetched_tokens if best.group_id == info.group_id else 0
         link.load.on_sent(wire_id, uncached - fetched, self._clock(), is_timed=not fetched)
         self._index.expect(info.group_id, chains.get(info.block_size, ()))
@@ -171,6 +176,16 @@ class Placement:
                 if count or group_id not in found:
                     found[group_id] = count
         return found
+
+
+def _reason(decision: Decision, cached_tokens: int) -> str:
+    """Why the first of the ranking is the first."""
+    source, prefix, load, retry = DECISION_REASONS
+    if decision.num_attempts > 1:
+        return retry
+    if decision.ranked[0].source is not None:
+        return source
+    return prefix if cached_tokens else load
 
 
 def _max_prompt_tokens(info: GroupInfo) -> int:

@@ -18,7 +18,8 @@ from router.api.auth import ApiKeys, Caller
 from router.api.errors import ApiError, internal_error, invalid
 from router.api.json_body import ClientDisconnected
 from router.settings import RouterSettings
-from router.telemetry.metrics import CLIENT_ERRORS, DISCONNECTS, SERVER_ERRORS, RouterMetrics
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.table import CLIENT_ERRORS, DISCONNECTS, SERVER_ERRORS
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -100,15 +101,15 @@ class Gate:
             count_error(self._metrics, error)
             await _respond(send_with_headers, error.status, error.body(), _error_headers(error))
         except asyncio.CancelledError:  # what Serve does with a request whose client has left
-            self._metrics.count(DISCONNECTS)
+            self._count_leaving(has_started)
             raise
         except ClientDisconnected:
-            self._metrics.count(DISCONNECTS)
+            self._count_leaving(has_started)
             if not has_started:
                 await _respond(send_with_headers, _CLIENT_CLOSED_STATUS, b"", [])
         except Exception:
             if is_disconnected:
-                self._metrics.count(DISCONNECTS)
+                self._count_leaving(has_started)
                 return
             _log.exception("request %s (x-request-id %s) failed", request_id, shown_id.decode("ascii"))
             if has_started:
@@ -116,6 +117,9 @@ class Gate:
             fault = internal_error()
             count_error(self._metrics, fault)
             await _respond(send_with_headers, fault.status, fault.body(), _error_headers(fault))
+
+    def _count_leaving(self, has_started: bool) -> None:
+        self._metrics.count(DISCONNECTS, 1, "answering" if has_started else "waiting")
 
     def _cors(self, headers: RawHeaders) -> RawHeaders:
         """CORS headers of the answer: none unless the browser's origin is configured. Never credentials."""

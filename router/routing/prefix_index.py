@@ -130,6 +130,14 @@ class PrefixIndex:
         self._speculative = _Holders()
         # Who is to be looked at when: all expectations last equally long, so the first one ends first.
         self._endings: deque[tuple[float, _GroupBlocks]] = deque()
+        self.num_stored = 0  # log entries that were applied
+        self.num_removed = 0
+        self.num_gaps = 0  # times that an entry was missing
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all groups, as their logs say."""
+        return sum(len(blocks.exact) for blocks in self._groups.values())
 
     def add_group(self, group_id: GroupId, max_blocks: int) -> None:
         """A group, or a new epoch of it, about which nothing is known yet."""
@@ -169,15 +177,18 @@ class PrefixIndex:
             if event.number <= blocks.number:
                 continue
             if event.number != blocks.number + 1:
+                self.num_gaps += 1
                 blocks.invalidate()
                 return False
             blocks.number = event.number
             if event.kind is BlockEventKind.STORED:
+                self.num_stored += 1
                 blocks.store(event.block_hashes)
                 if len(blocks.exact) > blocks.max_blocks:
                     blocks.invalidate()
                     return False
             else:
+                self.num_removed += 1
                 blocks.remove(event.block_hashes)
         return True
 

@@ -58,7 +58,7 @@ class Choice:
         self.prompt_index = prompt_index
         self.num_tokens = 0
         self.is_finished = False
-        self.last_token_at = 0.0  # for the gap between tokens
+        self.first_token_at = self.last_token_at = 0.0  # for the gaps between tokens
         self._detokenizer = detokenizer(
             tokenizer, work.prompts[prompt_index], skip_special_tokens=work.skip_special_tokens
         )
@@ -67,6 +67,12 @@ class Choice:
         self._include_stop = work.include_stop
         self._stop_token_ids = work.sampling[prompt_index].stop_token_ids
         self._num_chars = 0  # of all text decoded, given out or held
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean gap between its tokens; None when it has less than two."""
+        gaps = self.num_tokens - 1
+        return (self.last_token_at - self.first_token_at) / gaps if gaps > 0 else None
 
     def start_at(self, num_chars: int) -> None:
         """The choice's text begins with this many characters of the prompt."""

@@ -3,13 +3,15 @@
 Life of a request: admitted -> one GenerateRequest per prompt goes to the dispatcher -> chunks come back and
 become deltas of choices -> the answer is written, whole or as events. Leaving early, at any point, closes the
 dispatcher's generators, which cancels on the groups; the admission slot is freed in the same breath. Every
-admitted request is counted once, by its reason: stop, length, aborted, error.
+admitted request is counted once, by its reason: stop, length, aborted, error. Where the time to the first
+token went is counted too, and remembered for the last requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -22,8 +24,10 @@ from router.serving.choice import Choice, Delta, prompt_text
 from router.serving.explain import prompt_id
 from router.serving.merge import merged
 from router.serving.work import Work
-from router.telemetry import metrics as metric
+from router.settings import RouterSettings
+from router.telemetry import table
 from router.telemetry.metrics import RouterMetrics
+from router.telemetry.waterfall import FirstToken, waterfall
 from router.text.tokenizer import TextTokenizer
 from workers.types import FinishReason, GenerateRequest, TokenChunk
 
@@ -43,6 +47,8 @@ _LATER_CODES = frozenset(
 )
 _OVERLOAD_CODES = frozenset({"queue_full", "server_is_overloaded"})
 
+_MAX_REMEMBERED = 1024  # waterfalls, as many as decisions of placement
+
 _log = logging.getLogger(__name__)
 
 
@@ -54,6 +60,7 @@ class _Progress:
     prompts: list[PromptAnswer]
     usage: Usage
     unfinished: int
+    ttft_s: float | None = None
     reasons: set[str] = field(default_factory=set)
 
 
@@ -67,16 +74,24 @@ class Generation:
         tokenizer: TextTokenizer,
         admission: Admission,
         metrics: RouterMetrics,
-        model_name: str,
+        settings: RouterSettings,
         clock: Callable[[], float],
     ) -> None:
-        """`model_name`: as answers say it. `clock` is monotonic seconds."""
+        """`clock` is monotonic seconds."""
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._admission = admission
         self._metrics = metrics
-        self._model_name = model_name
+        self._settings = settings
         self._clock = clock
+        self._first_tokens: OrderedDict[str, FirstToken] = OrderedDict()  # by id of the request
+        self._is_counting_goodput = not (settings.goodput_ttft_s is settings.goodput_tpot_s is None)
+        if self._is_counting_goodput:
+            metrics.count(table.GOODPUT, 0)
+
+    def first_token(self, request_id: str) -> FirstToken | None:
+        """How one of the last requests came to its first token; None when it is not remembered."""
+        return self._first_tokens.get(request_id)
 
     async def complete(self, work: Work) -> bytes:
         """The whole answer as JSON. Raises ApiError; cancelling it cancels the request on its group."""
@@ -119,7 +134,7 @@ class Generation:
         yield writer.usage(progress.usage) + DONE if work.include_usage else DONE
 
     def _writer(self, work: Work) -> AnswerWriter:
-        return AnswerWriter(self._tokenizer, work, self._model_name)
+        return AnswerWriter(self._tokenizer, work, self._settings.model_name)
 
     def _progress(self, work: Work) -> _Progress:
         count = work.num_choices
@@ -144,7 +159,8 @@ class Generation:
         """(choice, what a chunk adds to it), until every choice has ended. Counts the request."""
         outcome = "aborted"
         with self._admission.admit(work.caller.tenant, work.num_prompt_tokens) as place:
-            self._metrics.count(metric.PROMPT_TOKENS, work.num_prompt_tokens)
+            self._metrics.count(table.PROMPT_TOKENS, work.num_prompt_tokens)
+            self._metrics.prompt_tokens.observe(work.num_prompt_tokens)
             try:
                 async with aclosing(merged(self._dispatcher, self._requests(work))) as chunks:
                     async for prompt_index, chunk in chunks:
@@ -161,25 +177,24 @@ class Generation:
             except Unavailable as error:
                 outcome = "error"
                 raise self._admission.unavailable(
-                    error.message, code=error.code, retry_after_s=error.retry_after_s
+                    "no_group", error.message, code=error.code, retry_after_s=error.retry_after_s
                 ) from None
             except Exception:
                 outcome = "error"
                 raise
             finally:
-                self._count(work, progress.usage, outcome)
+                self._count(work, progress, outcome)
 
     def _take(
         self, work: Work, progress: _Progress, place: AdmittedRequest, choice: Choice, chunk: TokenChunk
     ) -> Delta:
         """One chunk of a choice into the progress."""
         now = self._clock()
-        if place.is_queued:
-            place.first_token()
-            self._metrics.ttft_s.observe(now - work.arrived_at)
         if chunk.token_ids:
             if choice.num_tokens:
                 self._metrics.itl_s.observe((now - choice.last_token_at) / len(chunk.token_ids))
+            else:
+                choice.first_token_at = now
             choice.last_token_at = now
         if chunk.choice == 0:
             # Later choices of a prompt find it cached by the first: no news of the prompt.
@@ -189,22 +204,58 @@ class Generation:
         before = choice.num_tokens
         delta = choice.add(chunk)
         progress.usage.completion_tokens += choice.num_tokens - before
+        if place.is_queued:
+            place.first_token()
+            self._began(work, progress, choice, chunk, now)
         if choice.is_finished:
             progress.unfinished -= 1
             progress.reasons.add(delta.finish_reason or "")
+            if choice.tpot_s is not None:
+                self._metrics.tpot_s.observe(choice.tpot_s)
         return delta
 
-    def _count(self, work: Work, usage: Usage, outcome: str) -> None:
+    def _began(
+        self, work: Work, progress: _Progress, choice: Choice, chunk: TokenChunk, received_at: float
+    ) -> None:
+        """The first token of a request is text."""
+        now = self._clock()
+        progress.ttft_s = now - work.arrived_at
+        stages = waterfall(
+            progress.ttft_s,
+            prepare=work.prepare,
+            decision=self._dispatcher.explain(prompt_id(work.id, choice.prompt_index)),
+            times=chunk.times,
+            detokenize_s=now - received_at,
+        )
+        self._metrics.ttft_s.observe(progress.ttft_s)
+        self._metrics.queue_s.observe(stages["queue"])
+        self._metrics.observe_stages(stages)
+        self._first_tokens[work.id] = FirstToken(progress.ttft_s, stages)
+        if len(self._first_tokens) > _MAX_REMEMBERED:
+            self._first_tokens.popitem(last=False)
+
+    def _count(self, work: Work, progress: _Progress, outcome: str) -> None:
         """Once for every admitted request."""
+        usage = progress.usage
         seconds = self._clock() - work.arrived_at
-        self._metrics.count(metric.REQUESTS, 1, outcome)
-        self._metrics.count(metric.GENERATION_TOKENS, usage.completion_tokens)
-        self._metrics.count(metric.CACHED_TOKENS, usage.cached_tokens)
+        self._metrics.count(table.REQUESTS, 1, outcome)
+        self._metrics.count(table.GENERATION_TOKENS, usage.completion_tokens)
+        self._metrics.count(table.CACHED_TOKENS, usage.cached_tokens)
         self._metrics.e2e_s.observe(seconds)
+        self._metrics.output_tokens.observe(usage.completion_tokens)
+        if self._is_counting_goodput and outcome in ("stop", "length") and self._is_good(progress):
+            self._metrics.count(table.GOODPUT)
         _log.info(
             "request %s: %s after %.3f s, %d prompt tokens (%d cached), %d generated",
             *(work.id, outcome, seconds, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         )
+
+    def _is_good(self, progress: _Progress) -> bool:
+        """Whether a complete answer came within the limits of goodput."""
+        most_ttft_s, most_tpot_s = self._settings.goodput_ttft_s, self._settings.goodput_tpot_s
+        is_prompt = most_ttft_s is None or (progress.ttft_s is not None and progress.ttft_s <= most_ttft_s)
+        gaps = [choice.tpot_s for choice in progress.choices if choice.tpot_s is not None]
+        return is_prompt and (most_tpot_s is None or all(gap <= most_tpot_s for gap in gaps))
 
     def _requests(self, work: Work) -> list[GenerateRequest]:
         return [
@@ -227,7 +278,7 @@ class Generation:
         if code in _CLIENT_CODES:
             raise invalid(message, code=code)
         if code in _OVERLOAD_CODES:
-            raise self._admission.unavailable(message)
+            raise self._admission.unavailable("group_busy", message)
         if code in _LATER_CODES:
-            raise self._admission.unavailable(message, code=code)
+            raise self._admission.unavailable("no_group", message, code=code)
         raise internal_error(code, message)

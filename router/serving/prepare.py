@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from router.api.auth import Caller
 from router.api.errors import ApiError, context_length_exceeded, internal_error, invalid, short
@@ -22,6 +22,7 @@ from router.api.protocol import (
 )
 from router.serving.work import Endpoint, ModelLimits, Work
 from router.settings import RouterSettings
+from router.telemetry.waterfall import PrepareTimes
 from router.text.text_workers import TextTimeout, TextWorkers
 from router.text.tokenizer import TextTokenizer
 from workers.types import SamplingParams
@@ -36,7 +37,13 @@ class Arrival:
     id: str
     caller: Caller
     arrived_at: float
+    checked_at: float  # its fields were, and whether there is room; of the same clock
     created: int
+
+
+class _Tokenized(NamedTuple):
+    ids: list[int]
+    render_s: float  # of the time it took, for the chat template
 
 
 class Preparer:
@@ -50,11 +57,14 @@ class Preparer:
         workers: TextWorkers,
         settings: RouterSettings,
         draw_seed: Callable[[], int],
+        clock: Callable[[], float],
     ) -> None:
+        """`clock` is monotonic seconds, as of arrivals."""
         self._tokenizer = tokenizer
         self._workers = workers
         self._settings = settings
         self._draw_seed = draw_seed
+        self._clock = clock
 
     def close(self) -> None:
         """Ends the threads."""
@@ -62,7 +72,7 @@ class Preparer:
 
     async def chat(self, request: ChatRequest, arrival: Arrival, limits: ModelLimits) -> Work:
         """One prompt, from the messages."""
-        prompt = await self._chat_ids(
+        prompt, render_s = await self._chat_ids(
             request.messages,
             limits,
             add_generation_prompt=request.add_generation_prompt,
@@ -72,7 +82,8 @@ class Preparer:
         budget = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         budgets = [_budget(len(prompt), budget, limits.max_model_len - len(prompt), limits, "messages")]
-        return self._work(request, arrival, limits, Endpoint.CHAT, [prompt], budgets, num_logprobs)
+        times = self._times(arrival, render_s)
+        return self._work(request, arrival, times, limits, Endpoint.CHAT, [prompt], budgets, num_logprobs)
 
     async def completion(self, request: CompletionRequest, arrival: Arrival, limits: ModelLimits) -> Work:
         """One prompt or several."""
@@ -86,7 +97,10 @@ class Preparer:
             _budget(len(prompt), request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
             for prompt in prompts
         ]
-        work = self._work(request, arrival, limits, Endpoint.COMPLETIONS, prompts, budgets, request.logprobs)
+        work = self._work(
+            *(request, arrival, self._times(arrival, 0.0), limits, Endpoint.COMPLETIONS),
+            *(prompts, budgets, request.logprobs),
+        )
         if not request.echo:
             return work
         scored = request.logprobs
@@ -98,13 +112,14 @@ class Preparer:
     async def tokens(self, request: TokenizeRequest, limits: ModelLimits) -> list[int]:
         """Token ids for /tokenize."""
         if request.messages is not None:
-            return await self._chat_ids(
+            tokenized = await self._chat_ids(
                 request.messages,
                 limits,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=False,
                 add_special_tokens=bool(request.add_special_tokens),
             )
+            return tokenized.ids
         assert request.prompt is not None
         return await self._text_ids(request.prompt, limits, request.add_special_tokens is not False)
 
@@ -168,13 +183,14 @@ class Preparer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         add_special_tokens: bool,
-    ) -> list[int]:
+    ) -> _Tokenized:
         checked = check_messages(messages)
         self._check_chars(sum(len(message["content"]) for message in checked), limits, "messages")
         settings, tokenizer = self._settings, self._tokenizer
-        rendered: list[bool] = []
+        rendered: list[float] = []  # how long it took, once it has been done
 
         def encode() -> list[int]:
+            began = self._clock()
             text = tokenizer.render_chat(
                 checked,
                 add_generation_prompt=add_generation_prompt,
@@ -184,7 +200,7 @@ class Preparer:
                 * limits.max_model_len,
                 timeout_s=settings.render_timeout_s,
             )
-            rendered.append(True)
+            rendered.append(self._clock() - began)
             return tokenizer.encode_rendered(text, add_special_tokens=add_special_tokens)
 
         try:
@@ -199,7 +215,15 @@ class Preparer:
             raise internal_error("template_error", f"The chat template took {error}.") from None
         if not ids:
             raise invalid("The messages have no tokens.", param="messages")
-        return ids
+        return _Tokenized(ids, rendered[0])
+
+    def _times(self, arrival: Arrival, render_s: float) -> PrepareTimes:
+        """Of a request that is tokenized now. Waiting for a thread counts as tokenizing."""
+        return PrepareTimes(
+            admit_s=arrival.checked_at - arrival.arrived_at,
+            render_s=render_s,
+            tokenize_s=self._clock() - arrival.checked_at - render_s,
+        )
 
     def _check_chars(self, num_chars: int, limits: ModelLimits, param: str) -> None:
         """Refuses what cannot fit whatever its tokens are, before tokenizing it."""
@@ -211,6 +235,7 @@ class Preparer:
         self,
         request: GenerationFields,
         arrival: Arrival,
+        times: PrepareTimes,
         limits: ModelLimits,
         endpoint: Endpoint,
         prompts: Sequence[Sequence[int]],
@@ -245,6 +270,7 @@ class Preparer:
             id=arrival.id,
             created=arrival.created,
             arrived_at=arrival.arrived_at,
+            prepare=times,
             caller=arrival.caller,
             limits=limits,
             prompts=tuple(tuple(prompt) for prompt in prompts),

@@ -12,7 +12,7 @@ from router.api.errors import invalid, model_not_found
 from router.api.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from router.api.sampling_defaults import with_defaults
 from router.dispatch.interface import Dispatcher, GroupState, Unavailable
-from router.serving.explain import explanation
+from router.serving.explain import explanation, request_of
 from router.serving.generation import Generation
 from router.serving.prepare import Arrival, Preparer
 from router.serving.work import ModelLimits, Work
@@ -58,7 +58,7 @@ class Service:
             tokenizer=tokenizer,
             admission=admission,
             metrics=metrics,
-            model_name=settings.model_name,
+            settings=settings,
             clock=clock,
         )
 
@@ -101,7 +101,7 @@ class Service:
                 await self._dispatcher.available(self._settings.group_wait_s)
             except Unavailable as error:
                 raise self.admission.unavailable(
-                    error.message, code=error.code, retry_after_s=error.retry_after_s
+                    "no_group", error.message, code=error.code, retry_after_s=error.retry_after_s
                 ) from None
 
     def start_draining(self) -> None:
@@ -119,7 +119,7 @@ class Service:
         """
         models = self._models()
         if not models:
-            raise self.admission.unavailable("No worker group is up yet.", code="no_ready_group")
+            raise self.admission.unavailable("no_group", "No worker group is up yet.", code="no_ready_group")
         return ModelLimits(
             vocab_size=min(info.vocab_size for info in models),
             max_model_len=min(info.max_model_len for info in models),
@@ -149,6 +149,7 @@ class Service:
                     "cached_blocks": group.stats.cached_blocks,
                     "active_blocks": group.stats.active_blocks,
                     **_exchange(group),
+                    "usage": _usage(group),
                 }
                 for group in groups
             ],
@@ -157,7 +158,8 @@ class Service:
 
     def explain(self, answer_id: str) -> dict[str, Any]:
         """Body of /explain. Raises ApiError 404 when this replica does not know the request."""
-        return {"replica": self._settings.replica, **explanation(self._dispatcher, answer_id)}
+        first = self._generation.first_token(request_of(answer_id))
+        return {"replica": self._settings.replica, **explanation(self._dispatcher, answer_id, first)}
 
     def models(self) -> dict[str, Any]:
         """Body of /v1/models."""
@@ -180,19 +182,23 @@ class Service:
 
     async def prepare_chat(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
         """Checked and tokenized. Raises ApiError."""
-        arrival = self._arrival(request_id, caller)
+        arrived_at = self._clock()
         self._check_model(body.get("model"))
         request = parse_chat(with_defaults(body, self._sampling_defaults), self._settings)
         self.admission.check(caller.tenant)
-        return await self._tokenizing(self._preparer.chat(request, arrival, self.limits()))
+        limits = self.limits()
+        arrival = self._arrival(request_id, caller, arrived_at)
+        return await self._tokenizing(self._preparer.chat(request, arrival, limits))
 
     async def prepare_completion(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
         """Checked and tokenized. Raises ApiError."""
-        arrival = self._arrival(request_id, caller)
+        arrived_at = self._clock()
         self._check_model(body.get("model"))
         request = parse_completion(with_defaults(body, self._sampling_defaults), self._settings)
         self.admission.check(caller.tenant)
-        return await self._tokenizing(self._preparer.completion(request, arrival, self.limits()))
+        limits = self.limits()
+        arrival = self._arrival(request_id, caller, arrived_at)
+        return await self._tokenizing(self._preparer.completion(request, arrival, limits))
 
     async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Body of /tokenize. Raises ApiError."""
@@ -224,16 +230,23 @@ class Service:
 
     # Inside.
 
-    def _arrival(self, request_id: str, caller: Caller) -> Arrival:
+    def _arrival(self, request_id: str, caller: Caller, arrived_at: float) -> Arrival:
+        """Of a request whose checks are done."""
         return Arrival(
-            id=request_id, caller=caller, arrived_at=self._clock(), created=int(self._wall_clock())
+            id=request_id,
+            caller=caller,
+            arrived_at=arrived_at,
+            checked_at=self._clock(),
+            created=int(self._wall_clock()),
         )
 
     async def _tokenizing(self, work: Awaitable[Result]) -> Result:
         try:
             return await work
         except TextBusy:
-            raise self.admission.unavailable("Too many prompts are waiting to be tokenized.") from None
+            raise self.admission.unavailable(
+                "text_busy", "Too many prompts are waiting to be tokenized."
+            ) from None
 
     def _check_model(self, name: object) -> None:
         if name is None or name == self._settings.model_name:
@@ -264,4 +277,15 @@ def _exchange(group: GroupState) -> dict[str, Any]:
             }
             for reads in stats.kv_sources
         ],
+    }
+
+
+def _usage(group: GroupState) -> dict[str, Any]:
+    """What the group's recent steps were held up by, and how near they came to the machine's ceilings."""
+    usage = group.report.usage
+    return {
+        "bound": usage.bound.value,
+        "busy": usage.busy_share,
+        "compute": usage.compute_share,
+        "bandwidth": usage.bandwidth_share,
     }

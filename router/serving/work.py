@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from router.api.auth import Caller
+from router.telemetry.waterfall import PrepareTimes
 from workers.types import SamplingParams
 
 
@@ -33,6 +34,7 @@ class Work:
     id: str  # of the response; each prompt's request id is made from it
     created: int  # Unix seconds
     arrived_at: float  # of the service's clock
+    prepare: PrepareTimes  # from then until it was tokenized
     caller: Caller
     limits: ModelLimits
     prompts: tuple[tuple[int, ...], ...]

@@ -1,26 +1,21 @@
-"""The text of `/metrics`: snapshots of replicas in the names, labels and buckets of the one table.
+"""The text of `/metrics`: snapshots of replicas in the names, labels and buckets of the two tables.
 
-Names, labels and buckets are those of `metrics` and `group_metrics`; what a snapshot of another
-version has besides them is left out. Series of a replica carry `model` and `replica`, those of a group
-`model` and `group`: a sum over all series counts each thing once.
+What a snapshot of another version has besides them is left out. Series of a replica carry `model` and
+`replica`, those of a group `model`, `group` and `role`: a sum over all series counts each thing once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from router.telemetry.group_metrics import EPOCH, GROUP_GAUGES, GROUP_TOTALS, UP
-from router.telemetry.metric_spec import PREFIX, MetricSpec
-from router.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, TELEMETRY_AGE
-from router.telemetry.snapshot import GroupRow, HistogramCounts, ReplicaRow, Series, living, merged_groups
-
-_REPLICA, _GROUP = ("model", "replica"), ("model", "group")
-Labelled = tuple[Sequence[str], Sequence[Series]]  # values of the first two labels; the series
+from router.telemetry.snapshot import ReplicaRow, living, merged_groups
+from router.telemetry.table import ROUTER_LABELS, ROUTER_METRICS, TELEMETRY_AGE
+from workers.metrics.families import Source, families
+from workers.metrics.group import GROUP_LABELS, GROUP_METRICS
 
 
 def render(rows: Sequence[ReplicaRow]) -> bytes:
@@ -28,6 +23,18 @@ def render(rows: Sequence[ReplicaRow]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Rows([living(row) for row in rows]))
     return generate_latest(registry)
+
+
+def replica_families(rows: Sequence[ReplicaRow]) -> Iterator[Metric]:
+    """What the replicas themselves have counted."""
+    sources = [
+        Source(
+            (row.snapshot.model, row.snapshot.replica),
+            [*row.snapshot.totals, *row.snapshot.gauges, (TELEMETRY_AGE.name, "", row.age_s)],
+        )
+        for row in rows
+    ]
+    return families(ROUTER_METRICS, ROUTER_LABELS, sources)
 
 
 class _Rows(Collector):
@@ -38,70 +45,9 @@ class _Rows(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
-        rows = [(_replica_labels(row), row.snapshot) for row in self._rows]
-        counters: list[Labelled] = [(labels, snapshot.counters) for labels, snapshot in rows]
-        for spec in COUNTERS:
-            yield _counter(spec, _REPLICA, counters)
-        for spec in HISTOGRAMS:
-            yield _histogram(spec, [(labels, snapshot.histograms) for labels, snapshot in rows])
-        gauges: list[Labelled] = [(labels, snapshot.gauges) for labels, snapshot in rows]
-        for spec in GAUGES:
-            yield _gauge(spec, _REPLICA, gauges)
-        ages = [(_replica_labels(row), [(TELEMETRY_AGE.name, "", row.age_s)]) for row in self._rows]
-        yield _gauge(TELEMETRY_AGE, _REPLICA, ages)
-        yield from _groups(merged_groups(self._rows))
-
-
-def _replica_labels(row: ReplicaRow) -> Sequence[str]:
-    return (row.snapshot.model, row.snapshot.replica)
-
-
-def _groups(rows: Sequence[GroupRow]) -> Iterator[Metric]:
-    gauges: list[Labelled] = [((row.model, row.group), row.gauges) for row in rows]
-    for spec in dict.fromkeys((UP, EPOCH, *(metric.spec for metric in GROUP_GAUGES))):
-        yield _gauge(spec, _GROUP, gauges)
-    totals: list[Labelled] = [((row.model, row.group), row.totals) for row in rows]
-    for spec in dict.fromkeys(metric.spec for metric in GROUP_TOTALS):
-        yield _counter(spec, _GROUP, totals)
-
-
-def _counter(spec: MetricSpec, labels: Sequence[str], rows: Iterable[Labelled]) -> Metric:
-    family = CounterMetricFamily(PREFIX + spec.name, spec.help, labels=[*labels, *spec.labels])
-    for values, value in _of(spec, rows):
-        family.add_metric(values, value)
-    return family
-
-
-def _gauge(spec: MetricSpec, labels: Sequence[str], rows: Iterable[Labelled]) -> Metric:
-    family = GaugeMetricFamily(PREFIX + spec.name, spec.help, labels=[*labels, *spec.labels])
-    for values, value in _of(spec, rows):
-        family.add_metric(values, value)
-    return family
-
-
-def _histogram(spec: MetricSpec, rows: Iterable[tuple[Sequence[str], dict[str, HistogramCounts]]]) -> Metric:
-    family = HistogramMetricFamily(PREFIX + spec.name, spec.help, labels=_REPLICA)
-    for values, histograms in rows:
-        cell = histograms.get(spec.name)
-        if cell is not None and len(cell.counts) == len(spec.buckets) + 1:
-            family.add_metric(values, cumulative(spec.buckets, cell.counts), cell.total)
-    return family
-
-
-def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """(upper bound, samples at or below it), with +Inf last."""
-    rows: list[tuple[str, float]] = []
-    seen = 0
-    for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
-        seen += count
-        rows.append((bound, seen))
-    return rows
-
-
-def _of(spec: MetricSpec, rows: Iterable[Labelled]) -> Iterator[tuple[list[str], float]]:
-    """(label values, value) of the series of a name."""
-    for values, series in rows:
-        for name, label, value in series:
-            if name == spec.name:
-                own = label.split(" ", len(spec.labels) - 1) if spec.labels else []
-                yield [*values, *own], value
+        yield from replica_families(self._rows)
+        groups = [
+            Source((row.model, row.group, row.role), [*row.gauges, *row.totals])
+            for row in merged_groups(self._rows)
+        ]
+        yield from families(GROUP_METRICS, GROUP_LABELS, groups)

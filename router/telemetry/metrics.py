@@ -1,4 +1,4 @@
-"""Metrics of a router replica: one table, and the cells of one replica.
+"""The cells of one router replica, and its snapshot.
 
 What the client saw is counted here (requests by reason, tokens delivered, times); what the groups say of
 themselves is read from their stats. Counters add up: requests_total over its reasons is every request that
@@ -8,190 +8,185 @@ aborted ones. `telemetry` brings the cells of all replicas together, `exposition
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata
 
-from router.admission import Admission
-from router.dispatch.interface import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState, PairState
-from router.telemetry.group_metrics import CarriedTotals, group_counts
-from router.telemetry.metric_spec import MetricSpec
-from router.telemetry.snapshot import HistogramCounts, RouterSnapshot, Series
-
-_QUEUE_S = (
-    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+from router.admission import REJECTIONS, Admission
+from router.dispatch.interface import (
+    DECISION_REASONS,
+    MOVE_RESULTS,
+    PREFILL_OUTCOMES,
+    RETRY_REASONS,
+    SOURCES,
+    Dispatcher,
+    FetchCounts,
+    PairState,
+    RouteCounts,
 )
-_WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-_TOKEN_S = (
-    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
-    *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0),
-)
+from router.telemetry import table
+from router.telemetry.group_metrics import CarriedTotals
+from router.telemetry.snapshot import RouterSnapshot
+from router.telemetry.waterfall import STAGES
+from workers.histogram import HistogramCell
+from workers.metrics.spec import MetricSpec, Series, histogram_series
 
-
-REQUESTS = MetricSpec("requests", "Admitted requests that ended, by reason", ("reason",))
-CLIENT_ERRORS = MetricSpec("client_errors", "Requests refused as the client's mistake (4xx)", ("code",))
-SERVER_ERRORS = MetricSpec("server_errors", "Requests refused or failed for our reasons (5xx)", ("code",))
-PROMPT_TOKENS = MetricSpec("prompt_tokens", "Prompt tokens of admitted requests, as in usage")
-CACHED_TOKENS = MetricSpec("cached_prompt_tokens", "Of those, found in a prefix cache")
-GENERATION_TOKENS = MetricSpec("generation_tokens", "Tokens delivered, as in usage")
-KV_SOURCES = MetricSpec(
-    "kv_source_decisions", "Placed requests, by who was to give KV blocks of their prompt", ("source",)
-)
-KV_REDIRECTS = MetricSpec("kv_redirects", "Sources that failed, by who was to give instead", ("source",))
-KV_PULLED = MetricSpec("kv_pulled_tokens", "Prompt tokens whose KV blocks were read from another group")
-KV_RECOMPUTED = MetricSpec("kv_recomputed_tokens", "Prompt tokens that should have been read, and were not")
-PREFILLS = MetricSpec("prefill_dispatches", "Prompts given to prefill groups, by how it ended", ("outcome",))
-_PAIR = ("source", "reader")
-KV_PAIR_READS = MetricSpec("kv_pair_reads", "Reads that brought KV blocks from a group to another", _PAIR)
-KV_PAIR_FAILURES = MetricSpec("kv_pair_failures", "Those that brought nothing, though it was there", _PAIR)
-KV_PAIR_BYTES = MetricSpec("kv_pair_bytes", "What the reads of two groups brought", _PAIR)
-KV_PAIR_RATE = MetricSpec("kv_pair_bytes_per_second", "How fast placement expects a read to be", _PAIR)
-DISCONNECTS = MetricSpec("client_disconnects", "Clients that left before their answer was complete")
-TTFT = MetricSpec("ttft_seconds", "From the request's arrival to its first token", (), _QUEUE_S)
-E2E = MetricSpec("e2e_seconds", "From the request's arrival to its end", (), _WHOLE_S)
-ITL = MetricSpec("itl_seconds", "Gap between tokens of a choice, as they reach the router", (), _TOKEN_S)
-TELEMETRY_FAILURES = MetricSpec(
-    "telemetry_failures", "Times these counts could not be exchanged with the other replicas"
-)
-COUNTERS = (
-    REQUESTS,
-    CLIENT_ERRORS,
-    SERVER_ERRORS,
-    PROMPT_TOKENS,
-    CACHED_TOKENS,
-    GENERATION_TOKENS,
-    DISCONNECTS,
-    TELEMETRY_FAILURES,
-    KV_SOURCES,
-    KV_REDIRECTS,
-    KV_PULLED,
-    KV_RECOMPUTED,
-    PREFILLS,
-    KV_PAIR_READS,
-    KV_PAIR_FAILURES,
-    KV_PAIR_BYTES,
-)
-HISTOGRAMS = (TTFT, E2E, ITL)
-INFLIGHT = MetricSpec("requests_inflight", "Admitted requests that have not ended")
-QUEUED = MetricSpec("queue_requests", "Admitted requests without a token yet")
-QUEUED_TOKENS = MetricSpec("queue_tokens", "Prompt tokens of those")
-GAUGES = (INFLIGHT, QUEUED, QUEUED_TOKENS, KV_PAIR_RATE)
-TELEMETRY_AGE = MetricSpec("telemetry_age_seconds", "Age of the replica's counts in this answer")
-REASONS = ("stop", "length", "aborted", "error")
-
-
-class HistogramCell:
-    """Counts per bucket. `observe` is on the path of every token: one bisection, two additions."""
-
-    def __init__(self, buckets: Sequence[float]) -> None:
-        self.buckets = buckets
-        self.counts = [0] * (len(buckets) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        """One sample, seconds."""
-        self.counts[bisect_left(self.buckets, value)] += 1
-        self.total += value
-
-    def counts_now(self) -> HistogramCounts:
-        """A copy of the counts."""
-        return HistogramCounts(counts=list(self.counts), total=self.total)
+_MAX_VALUES = 64  # of a counter's own labels; what comes after them is counted as "other"
+_OTHER = "other"
 
 
 class RouterMetrics:
-    """The cells of one replica."""
+    """The cells of one replica. Used from one event loop."""
 
     def __init__(
         self,
         *,
         model: str,
         replica: str,
+        version: str,
         admission: Admission,
-        groups: Callable[[], Iterable[GroupState]],
-        fetches: Callable[[], FetchCounts],
-        pairs: Callable[[], Iterable[PairState]],
+        dispatcher: Dispatcher,
         clock: Callable[[], float],
     ) -> None:
         """`clock` is monotonic seconds."""
         self.model = model
         self.replica = replica
+        self._build = f"{version} {_installed('ray')} {platform.python_version()}"
         self._admission = admission
-        self._groups = groups
-        self._fetches = fetches
-        self._pairs = pairs
+        self._dispatcher = dispatcher
         self._totals = CarriedTotals(clock)
-        self._counts: dict[tuple[str, str], float] = {}
-        self.ttft_s = HistogramCell(TTFT.buckets)
-        self.e2e_s = HistogramCell(E2E.buckets)
-        self.itl_s = HistogramCell(ITL.buckets)
+        self._counts: dict[str, dict[str, float]] = {}
+        self.ttft_s = HistogramCell(table.TTFT.buckets)
+        self.e2e_s = HistogramCell(table.E2E.buckets)
+        self.itl_s = HistogramCell(table.ITL.buckets)
+        self.tpot_s = HistogramCell(table.TPOT.buckets)
+        self.queue_s = HistogramCell(table.QUEUE.buckets)
+        self.prompt_tokens = HistogramCell(table.PROMPT_LENGTH.buckets)
+        self.output_tokens = HistogramCell(table.OUTPUT_LENGTH.buckets)
+        self.loop_lag_s = HistogramCell(table.LOOP_LAG.buckets)
+        self.stages_s = {stage: HistogramCell(table.STAGE.buckets) for stage in STAGES}
         # From zero on: the step from no series to one would be no increase to Prometheus.
-        for reason in REASONS:
-            self.count(REQUESTS, 0, reason)
-        self.count(CLIENT_ERRORS, 0, "invalid_value")
-        self.count(SERVER_ERRORS, 0, "internal_error")
-        for spec in (PROMPT_TOKENS, CACHED_TOKENS, GENERATION_TOKENS, DISCONNECTS, TELEMETRY_FAILURES):
+        for reason in table.REASONS:
+            self.count(table.REQUESTS, 0, reason)
+        for stage in table.DISCONNECT_STAGES:
+            self.count(table.DISCONNECTS, 0, stage)
+        self.count(table.CLIENT_ERRORS, 0, "invalid_value")
+        self.count(table.SERVER_ERRORS, 0, "internal_error")
+        for spec in (
+            *(table.PROMPT_TOKENS, table.CACHED_TOKENS, table.GENERATION_TOKENS),
+            table.TELEMETRY_FAILURES,
+        ):
             self.count(spec, 0)
 
     def count(self, spec: MetricSpec, amount: float = 1, label: str = "") -> None:
         """Adds to a counter; `label` is the value of its one own label, from a closed set."""
-        key = (spec.name, label)
-        self._counts[key] = self._counts.get(key, 0) + amount
+        values = self._counts.setdefault(spec.name, {})
+        if label not in values and len(values) >= _MAX_VALUES:
+            label = _OTHER
+        values[label] = values.get(label, 0) + amount
 
     def value(self, spec: MetricSpec, label: str = "") -> float:
         """What a counter says now."""
-        return self._counts.get((spec.name, label), 0)
+        return self._counts.get(spec.name, {}).get(label, 0)
+
+    def observe_stages(self, stages: Mapping[str, float]) -> None:
+        """The waterfall of one request. Stages that it did not have are not counted."""
+        for stage, seconds in stages.items():
+            if seconds > 0:
+                self.stages_s[stage].observe(seconds)
 
     def snapshot(self) -> RouterSnapshot:
         """A copy of all cells."""
-        states = list(self._groups())
+        states = list(self._dispatcher.groups())
         self._totals.update(states)
-        present = {str(state.group_id): state for state in states}
-        pairs = list(self._pairs())
+        pairs = list(self._dispatcher.pairs())
+        routes = self._dispatcher.route_counts()
         return RouterSnapshot(
             model=self.model,
             replica=self.replica,
-            counters=[
-                *((name, label, value) for (name, label), value in sorted(self._counts.items())),
-                *_fetch_series(self._fetches()),
+            totals=[
+                *(
+                    (name, label, value)
+                    for name, values in self._counts.items()
+                    for label, value in values.items()
+                ),
+                *self._histograms(),
+                *((table.REJECTED.name, reason, self._admission.rejected[reason]) for reason in REJECTIONS),
+                *_route_totals(routes),
+                *_fetch_totals(self._dispatcher.fetch_counts()),
                 *_pair_totals(pairs),
             ],
-            histograms={
-                spec.name: cell.counts_now()
-                for spec, cell in zip(HISTOGRAMS, (self.ttft_s, self.e2e_s, self.itl_s), strict=True)
-            },
-            gauges=[
-                (INFLIGHT.name, "", self._admission.num_inflight),
-                (QUEUED.name, "", self._admission.num_queued),
-                (QUEUED_TOKENS.name, "", self._admission.queued_tokens),
-                *_pair_rates(pairs),
-            ],
-            groups=[
-                group_counts(group, present.get(group), self._totals.of(group))
-                for group in self._totals.groups()
-            ],
+            gauges=[*self._levels(), (table.INDEX_BLOCKS.name, "", routes.index_blocks), *_pair_rates(pairs)],
+            groups=self._totals.counts(states),
         )
 
+    def _levels(self) -> Iterator[Series]:
+        admission = self._admission
+        yield table.INFLIGHT.name, "", admission.num_inflight
+        yield table.QUEUED.name, "", admission.num_queued
+        yield table.QUEUED_TOKENS.name, "", admission.queued_tokens
+        yield table.OLDEST.name, "", admission.oldest_s
+        yield table.BUILD.name, self._build, 1
 
-def _fetch_series(counts: FetchCounts) -> list[Series]:
-    """Every value of each label, also what has not happened yet."""
-    return [
-        *((KV_SOURCES.name, source, counts.sources[source]) for source in SOURCES),
-        *((KV_REDIRECTS.name, source, counts.redirects[source]) for source in SOURCES),
-        (KV_PULLED.name, "", counts.pulled_tokens),
-        (KV_RECOMPUTED.name, "", counts.recomputed_tokens),
-        *((PREFILLS.name, outcome, counts.prefills[outcome]) for outcome in PREFILL_OUTCOMES),
-    ]
+    def _histograms(self) -> Iterator[Series]:
+        cells = (
+            (table.TTFT, self.ttft_s),
+            (table.E2E, self.e2e_s),
+            (table.ITL, self.itl_s),
+            (table.TPOT, self.tpot_s),
+            (table.QUEUE, self.queue_s),
+            (table.PROMPT_LENGTH, self.prompt_tokens),
+            (table.OUTPUT_LENGTH, self.output_tokens),
+            (table.LOOP_LAG, self.loop_lag_s),
+        )
+        for spec, cell in cells:
+            yield from histogram_series(spec, "", cell.counts_now())
+        for stage, cell in self.stages_s.items():
+            yield from histogram_series(table.STAGE, stage, cell.counts_now())
+
+
+def _installed(package: str) -> str:
+    """Its version; "none" when it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _route_totals(counts: RouteCounts) -> Iterator[Series]:
+    """Every value of each label, also what has not happened yet; so below."""
+    yield from histogram_series(table.ROUTE, "", counts.seconds.counts_now())
+    for reason in DECISION_REASONS:
+        yield table.DECISIONS.name, reason, counts.decisions[reason]
+    for reason in RETRY_REASONS:
+        yield table.RETRIES.name, reason, counts.retries[reason]
+    for result in MOVE_RESULTS:
+        yield table.MIGRATIONS.name, result, counts.moves[result]
+    yield table.PREDICTED_TOKENS.name, "", counts.predicted_tokens
+    yield table.INDEX_EVENTS.name, "stored", counts.index_stored
+    yield table.INDEX_EVENTS.name, "removed", counts.index_removed
+    yield table.INDEX_GAPS.name, "", counts.index_gaps
+
+
+def _fetch_totals(counts: FetchCounts) -> Iterator[Series]:
+    for source in SOURCES:
+        yield table.KV_SOURCES.name, source, counts.sources[source]
+        yield table.KV_REDIRECTS.name, source, counts.redirects[source]
+    yield table.KV_PULLED.name, "", counts.pulled_tokens
+    yield table.KV_RECOMPUTED.name, "", counts.recomputed_tokens
+    for outcome in PREFILL_OUTCOMES:
+        yield table.PREFILLS.name, outcome, counts.prefills[outcome]
 
 
 def _pair_totals(pairs: Iterable[PairState]) -> Iterator[Series]:
     for pair in pairs:
         label = f"{pair.source} {pair.reader}"
-        yield KV_PAIR_READS.name, label, pair.num_reads
-        yield KV_PAIR_FAILURES.name, label, pair.num_failed
-        yield KV_PAIR_BYTES.name, label, pair.num_bytes
+        yield table.KV_PAIR_READS.name, label, pair.num_reads
+        yield table.KV_PAIR_FAILURES.name, label, pair.num_failed
+        yield table.KV_PAIR_BYTES.name, label, pair.num_bytes
 
 
 def _pair_rates(pairs: Iterable[PairState]) -> Iterator[Series]:
     for pair in pairs:
         if pair.bytes_per_s is not None:
-            yield KV_PAIR_RATE.name, f"{pair.source} {pair.reader}", pair.bytes_per_s
+            yield table.KV_PAIR_RATE.name, f"{pair.source} {pair.reader}", pair.bytes_per_s

@@ -12,22 +12,16 @@ from dataclasses import dataclass
 
 import msgspec
 
+from workers.metrics.spec import Series
+
 LIVE_S = 5.0  # a replica whose snapshot is older than this has gone
-
-Series = tuple[str, str, float]  # name of the table, values of its own labels or "", value
-
-
-class HistogramCounts(msgspec.Struct, frozen=True):
-    """Samples per bucket, not cumulative, the last one without an upper bound; and their sum."""
-
-    counts: list[int]
-    total: float
 
 
 class GroupCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What one router knows of a group."""
 
     group: str
+    role: str
     epoch: int
     num_steps: int  # of the epoch: stats with more steps are newer
     is_connected: bool
@@ -40,8 +34,7 @@ class RouterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     replica: str
-    counters: list[Series]
-    histograms: dict[str, HistogramCounts]
+    totals: list[Series]  # counters and histograms
     gauges: list[Series]
     groups: list[GroupCounts]
 
@@ -70,6 +63,7 @@ class GroupRow:
 
     model: str
     group: str
+    role: str
     gauges: list[Series]
     totals: list[Series]
 
@@ -109,4 +103,4 @@ def _merged(model: str, group: str, copies: list[tuple[GroupCounts, float]]) -> 
         for name, label, value in counts.totals:
             totals[name, label] = max(value, totals.get((name, label), value))
     series = [(name, label, value) for (name, label), value in totals.items()]
-    return GroupRow(model=model, group=group, gauges=newest.gauges, totals=series)
+    return GroupRow(model=model, group=group, role=newest.role, gauges=newest.gauges, totals=series)

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
+from prometheus_client.metrics_core import Metric
 
-from router.telemetry.exposition import render
-from router.telemetry.metrics import TELEMETRY_FAILURES, RouterMetrics
+from router.tasks import end_tasks
+from router.telemetry.exposition import render, replica_families
+from router.telemetry.loop_lag import observe_lag
+from router.telemetry.metrics import RouterMetrics
 from router.telemetry.snapshot import ReplicaRow, RouterSnapshot, decode, encode
+from router.telemetry.table import TELEMETRY_FAILURES
 from workers.directory.snapshots import HeldSnapshot, Snapshot
 
 PERIOD_S = 1.0
@@ -56,20 +60,26 @@ class Telemetry:
         self._timeout_s = timeout_s
         self._number = 0
         self._is_failing = False
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Publish from now on."""
-        self._task = asyncio.create_task(self._keep())
+        """Publish from now on, and watch the event loop."""
+        self._tasks = [
+            asyncio.create_task(self._keep()),
+            asyncio.create_task(observe_lag(self._metrics.loop_lag_s)),
+        ]
 
     async def stop(self) -> None:
         """The last word of this replica: its totals, without levels. May be called twice."""
-        if self._task is None:
+        if not self._tasks:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._task = None
+        tasks, self._tasks = self._tasks, []
+        await end_tasks(*tasks)
         await self._exchange(self._metrics.snapshot().totals_only())
+
+    def own_families(self) -> Iterable[Metric]:
+        """The replica's own series as of now; may be walked through in a thread."""
+        return replica_families([ReplicaRow(self._metrics.snapshot(), 0.0)])
 
     async def text(self) -> bytes:
         """The body of `/metrics`."""

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from router.build import build_service
-from router.dispatch.interface import FetchCounts, GroupState, PairState
+from router.dispatch.interface import FetchCounts, GroupState, PairState, RouteCounts
 from router.http.app import create_app
 from router.serving.service import Service
 from router.settings import RouterSettings
@@ -29,6 +29,7 @@ from tests.unit.router.fakes import Stack
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
 from workers.engine.loop import EngineLoop, StepOutput
+from workers.report import GroupReport
 from workers.runtime.launch import LocalGroup
 from workers.types import GenerateRequest, GroupId, GroupInfo, GroupStats, RequestId, Role, TokenChunk
 
@@ -42,6 +43,7 @@ class LocalDispatcher:
         self.known_pairs: tuple[PairState, ...] = ()  # what it says of groups that read from each other
         self._info = info
         self._stats = GroupStats()
+        self._report = GroupReport()
         self._waiting: dict[RequestId, tuple[asyncio.AbstractEventLoop, asyncio.Queue[TokenChunk]]] = {}
         self._loop = EngineLoop(engine, self._on_output)
         self._loop.start()
@@ -71,6 +73,7 @@ class LocalDispatcher:
                 info=self._info,
                 stats=self._stats,
                 is_ready=self._loop.is_alive,
+                report=self._report,
             ),
         )
 
@@ -82,6 +85,9 @@ class LocalDispatcher:
 
     def fetch_counts(self) -> FetchCounts:
         return FetchCounts()
+
+    def route_counts(self) -> RouteCounts:
+        return RouteCounts()
 
     def explain(self, _: RequestId) -> None:
         """Nothing to choose from."""
@@ -102,6 +108,7 @@ class LocalDispatcher:
 
     def _on_output(self, output: StepOutput) -> None:
         self._stats = output.stats
+        self._report = output.report or self._report
         for chunk in output.chunks:
             waiting = self._waiting.get(chunk.request_id)
             if waiting is not None:

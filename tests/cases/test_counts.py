@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from router.build import build_service
-from router.dispatch.interface import FetchCounts, GroupState, PairState
+from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState, RouteCounts
 from router.http.app import create_app
 from router.serving.service import Service
 from router.settings import RouterSettings
@@ -25,7 +25,7 @@ from tests.cases.serving import COMPLETIONS, MODEL, LocalDispatcher, endless_let
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
 from tests.unit.router.scrapes import samples
-from workers.types import GenerateRequest, TokenChunk
+from workers.types import GenerateRequest, RequestId, TokenChunk
 
 NUM_PROMPT_TOKENS = 3
 LONG = {"prompt": "abc", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
@@ -58,6 +58,14 @@ class TwoEngines:
     def fetch_counts(self) -> FetchCounts:
         """See `Dispatcher`."""
         return FetchCounts()
+
+    def route_counts(self) -> RouteCounts:
+        """See `Dispatcher`."""
+        return RouteCounts()
+
+    def explain(self, _: RequestId) -> Decision | None:
+        """Nothing is remembered."""
+        return None
 
 
 class Replicas:
@@ -233,16 +241,18 @@ def test_counts_add_up(replicas: Replicas) -> None:
 def check_series(texts: list[str]) -> None:
     """Labels and buckets are right; no series falls, comes or goes."""
     for text in texts:
-        rows: dict[tuple[str, str], list[float]] = {}
+        rows: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
         for (name, labels), value in samples(text).items():
             own = dict(labels)
             assert own["model"] == MODEL
             assert own.keys() & {"replica", "group"}, name
             if name.endswith("_bucket"):
-                rows.setdefault((name, own["replica"]), []).append(value)
+                own.pop("le")
+                rows.setdefault((name, tuple(own.items())), []).append(value)
             assert not name.endswith(("_ms", "_s"))
-        for (name, replica), buckets in rows.items():
-            count = total(text, name.removeprefix("tandem_").replace("_bucket", "_count"), replica=replica)
+        for (name, own_labels), buckets in rows.items():
+            whole = name.removeprefix("tandem_").replace("_bucket", "_count")
+            count = total(text, whole, **dict(own_labels))
             assert buckets == sorted(buckets)
             assert buckets[-1] == count
     counters = [
@@ -250,6 +260,7 @@ def check_series(texts: list[str]) -> None:
             key: value
             for key, value in samples(text).items()
             if key[0].endswith(("_total", "_bucket", "_count", "_sum"))
+            and "event_loop_lag" not in key[0]  # time goes on
         }
         for text in texts
     ]

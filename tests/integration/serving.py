@@ -61,7 +61,7 @@ class Serving:
             for sample in family.samples:
                 if not sample.name.endswith(("_total", "_count")):
                     continue
-                shared = ("model", "replica", "group")
+                shared = ("model", "replica", "group", "role")
                 own = (value for label, value in sorted(sample.labels.items()) if label not in shared)
                 name = " ".join((sample.name, *own))
                 counts[name] = counts.get(name, 0.0) + sample.value

@@ -258,9 +258,13 @@ def leave(server: Serving, body: Mapping[str, Any], after_s: float | None) -> No
 
 def exchanged_now(server: Serving) -> float:
     """Leases and blocks in flight, of all groups."""
-    names = ("tandem_kv_leases{", "tandem_kv_transferring_blocks{")
     lines = server.get("/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("tandem_kv_leases{")
+        or (line.startswith("tandem_kv_blocks{") and 'state="transferring"' in line)
+    )
 
 
 def test_a_killed_prefill_group_costs_no_answer(server: Serving, unified: one_process.Serving) -> None:

@@ -126,7 +126,7 @@ def _finished(server: Serving) -> Counter[str]:
     """Requests that each group has finished."""
     counts: Counter[str] = Counter()
     for line in server.get("/metrics").text.splitlines():
-        if "engine_finished_length_total{" in line:
+        if "engine_finished_total{" in line and 'reason="length"' in line:
             counts[line.split('group="')[1].split('"')[0]] += int(float(line.rpartition(" ")[2]))
     return counts
 

@@ -16,12 +16,12 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from workers.data_plane.block_log import BlockLog
-from workers.data_plane.channel import MAX_OUTGOING_BYTES, Channel, SilenceCheck
+from workers.data_plane.channel import Channel, SilenceCheck
 from workers.data_plane.lease_desk import LeaseDesk, LeaseMessage
 from workers.data_plane.live_requests import LiveRequests
+from workers.data_plane.server_terms import EngineInput, ServerLimits
 from workers.data_plane.wire import (
     NONCE_BYTES,
     Abort,
@@ -47,9 +47,9 @@ from workers.data_plane.wire import (
 )
 from workers.engine.loop import StepOutput
 from workers.engine.request import MAX_CHOICES
+from workers.report import GroupReport
 from workers.types import (
     BlockEvent,
-    GenerateRequest,
     GroupInfo,
     GroupStats,
     KVSource,
@@ -59,32 +59,6 @@ from workers.types import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-class EngineInput(Protocol):
-    """Where requests go in. Both calls are thread-safe and return at once."""
-
-    def submit(self, request: GenerateRequest) -> None:
-        """Refusals come back as ERROR chunks."""
-        ...
-
-    def abort(self, request_id: RequestId) -> None:
-        """Unknown ids are ignored."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLimits:
-    """Times and sizes of a StreamServer."""
-
-    heartbeat_s: float = 1.0  # PING and STATS at least this often
-    dead_after_s: float = 10.0  # a client silent for longer is dropped
-    greeting_timeout_s: float = 5.0  # from connect to a valid HELLO
-    stats_period_s: float = 0.05  # STATS at most this often
-    max_outgoing_bytes: int = MAX_OUTGOING_BYTES  # waiting for one client
-    max_clients: int = 1024
-    snapshot_part_blocks: int = 65_536  # hashes in one SNAPSHOT frame
-    max_remembered_aborts: int = 4096  # aborts that came before their SUBMIT
 
 
 @dataclass(slots=True)
@@ -130,6 +104,7 @@ class StreamServer:
         self._requests = LiveRequests(self._limits.max_remembered_aborts)
         self._blocks = BlockLog(info.group_id, self._limits.snapshot_part_blocks)
         self._stats = GroupStats()
+        self._report: GroupReport | None = None
         self._stats_sent_s = float("-inf")
         self._failure: str | None = None
 
@@ -201,6 +176,7 @@ class StreamServer:
             output = self._outputs.popleft()
             events += output.events
             self._stats = output.stats
+            self._report = output.report or self._report
             self._failure = self._failure or output.failure
             for chunk in output.chunks:
                 if (reader := self._requests.pass_on(chunk, now_s)) is not None:
@@ -319,7 +295,8 @@ class StreamServer:
         self._clients[message.client_id] = client
         client.channel.trust()
         mac = welcome_mac(self._secret, client.nonce, message.nonce, message.client_id)
-        client.channel.send(Welcome(info=self._info, mac=mac), Stats(stats=self._stats))
+        stats = Stats(stats=self._stats, report=self._report)
+        client.channel.send(Welcome(info=self._info, mac=mac), stats)
         if client.subscribes:
             client.channel.write(self._blocks.snapshot())
 
@@ -390,7 +367,7 @@ class StreamServer:
             now_s = self._loop.time()
             may_judge = silence.may_judge(now_s)
             self._desk.beat()
-            beat = encode(Stats(stats=self._stats)) + encode(Ping())
+            beat = encode(Stats(stats=self._stats, report=self._report)) + encode(Ping())
             for client in list(self._connections.values()):
                 silent_s = now_s - client.channel.heard_s
                 if client.client_id is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from workers.data_plane.channel import Channel, ClientIdentity, HandshakeFailed, SilenceCheck, connect
 from workers.data_plane.wire import Accepted, Goodbye, Message, Ping, Pong, Refused, Stats, Submit, WireError
+from workers.report import GroupReport
 from workers.types import GenerateRequest, GroupInfo, GroupStats, RequestId
 
 DEAD_AFTER_S = 10.0  # rank 0 sends a heartbeat every second; silent for longer, it is gone
@@ -52,6 +53,7 @@ class SubmitClient:
         self._channel: Channel | None = None
         self._answers: dict[RequestId, asyncio.Future[None]] = {}
         self._stats = GroupStats()
+        self._report = GroupReport()
         self._goodbye = ""  # rank 0's last words; the end of the connection follows
 
     async def connect(self, host: str, port: int, timeout_s: float = 5.0) -> GroupInfo:
@@ -78,6 +80,11 @@ class SubmitClient:
     def stats(self) -> GroupStats:
         """Load of the group, at most a heartbeat old while the group lives."""
         return self._stats
+
+    @property
+    def report(self) -> GroupReport:
+        """What the group has counted, as of a heartbeat."""
+        return self._report
 
     async def submit(self, client_id: str, request: GenerateRequest) -> None:
         """Hands the request to the engine; returns when the engine has it. Raises SubmitRefused.
@@ -127,6 +134,7 @@ class SubmitClient:
                 self._settle(message.request_id, SubmitRefused(message.message, code=message.code))
             case Stats():
                 self._stats = message.stats
+                self._report = message.report or self._report
             case Ping():
                 channel.send(Pong())
             case Goodbye():

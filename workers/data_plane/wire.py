@@ -34,6 +34,7 @@ from msgspec import Meta
 
 from workers.framing import FrameProtocol, FrameReader
 from workers.hashing import BlockHash
+from workers.report import GroupReport
 from workers.types import BlockEvent, GenerateRequest, GroupInfo, GroupStats, KVSource, RequestId, TokenChunk
 
 PROTOCOL_VERSION: Final = 2
@@ -99,9 +100,10 @@ class Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Load of the group now."""
+    """Load of the group now; with heartbeats also what it has counted."""
 
     stats: GroupStats
+    report: GroupReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from workers.hashing import BlockHash
+from workers.histogram import HistogramCell
+from workers.report import BLOCK_S
 from workers.types import BlockEvent, BlockEventKind
 
 
@@ -48,6 +50,9 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # first one goes first
         self._spoiled: set[int] = set()  # with owners, and to be zeroed when the last one is gone
         self._to_zero: dict[int, None] = {}  # without an owner; in the order of marking
+        self.now_s = 0.0  # of the owner's clock, kept by it; only how long blocks are kept depends on it
+        self._sealed_s = [0.0] * num_blocks
+        self.lifetime_s = HistogramCell(BLOCK_S)  # of evicted blocks, from when they were sealed
         self._num_events = 0
         self._changes: list[tuple[BlockEventKind, list[BlockHash]]] = []  # since take_events()
 
@@ -71,6 +76,11 @@ class BlockPool:
     @property
     def num_active(self) -> int:
         return self._num_blocks - len(self._unused) - len(self._evictable)
+
+    @property
+    def evictions_total(self) -> int:
+        """Blocks that lost their content to another owner."""
+        return sum(self.lifetime_s.counts)
 
     def num_owners(self, block: int) -> int:
         return self._refs[block]
@@ -103,6 +113,7 @@ class BlockPool:
             assert self._evictable, f"all {self._num_blocks} blocks are active; ask num_available first"
             block, _ = self._evictable.popitem(last=False)
             self._drop_hash(block)
+            self.lifetime_s.observe(self.now_s - self._sealed_s[block])
         assert self._refs[block] == 0, f"block {block} was given out with {self._refs[block]} owners"
         self._refs[block] = 1
         self.generations[block] += 1
@@ -159,6 +170,7 @@ class BlockPool:
             return False
         self._hashes[block] = block_hash
         self._index[block_hash] = block
+        self._sealed_s[block] = self.now_s
         self._publish(BlockEventKind.STORED, block_hash)
         return True
 

@@ -18,13 +18,16 @@ from workers.config import CacheConfig, ScheduleConfig, TransferConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.exchange import ExchangeCommand, KVExchange, Redirect
 from workers.engine.execution import Outcome, problem_with, run_plan
-from workers.engine.fetch import FetchEnd, KVPeers
+from workers.engine.fetch import KVPeers
 from workers.engine.leases import LeaseId, OfferListener
+from workers.engine.meter import MeteredModel, StepMeter
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.request import EngineLimits, RequestState, is_transfer_id, validate
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.statement import group_report, group_stats
 from workers.engine.step import Executor, SequenceSlice, SliceResult
+from workers.report import GroupReport
 from workers.types import (
     BlockEvent,
     FinishReason,
@@ -58,11 +61,13 @@ class Engine:
         on_offer: OfferListener | None = None,
         transfer: TransferConfig | None = None,
         first_generation: int = 0,
+        metered: MeteredModel | None = None,
     ) -> None:
         """peers: through whom blocks of other groups are read; None: sources of requests are ignored.
         on_offer hears of blocks that other groups may read here, in the thread that uses the engine.
         transfer: times of both; None for the usual ones.
-        first_generation: of its blocks; drawn at random, it tells them from those of an earlier engine."""
+        first_generation: of its blocks; drawn at random, it tells them from those of an earlier engine.
+        metered: to say how well steps use the machine; None: it is not said."""
         self._limits = limits
         self._executor = executor
         self._clock = clock
@@ -70,6 +75,7 @@ class Engine:
         self._prefix_reuse = cache.prefix_reuse and limits.is_prefix_reusable
         self._max_waiting = schedule.max_waiting
         self._pool = BlockPool(executor.num_blocks, first_generation)
+        self._meter = StepMeter(metered, clock)
         in_progress = PrefixesInProgress()
         self._exchange = KVExchange(
             pool=self._pool,
@@ -109,6 +115,7 @@ class Engine:
         self._num_arrived += 1
         block_size = self._block_size if self._prefix_reuse else None
         parent = RequestState(request, limits=self._limits, arrival=self._num_arrived, block_size=block_size)
+        parent.came_s = self._clock()
         sequences = [Sequence(parent, choice, begun) for choice, begun in request.choices().items()]
         if block_size is not None:
             for sequence in sequences:
@@ -157,11 +164,14 @@ class Engine:
 
         Raises GroupFailed when the group cannot compute any more: then only fail_all() is left to do.
         """
-        started = self._clock()
+        started = self._pool.now_s = self._clock()
         scheduled = self._scheduler.schedule()
         if scheduled is None:
             self._is_stalled = True
             return []
+        for sequence in scheduled.sequences[scheduled.num_decoding :]:
+            if sequence.parent.admitted_s is None:
+                sequence.parent.admitted_s = started
         outcomes = run_plan(self._executor, scheduled.plan)
         chunks: list[TokenChunk] = []
         for sequence, piece, outcome in zip(
@@ -174,7 +184,9 @@ class Engine:
             self._pool.zero(scheduled.plan.zero_blocks)
         if self._exchange.leases.num_growing:  # before anything sealed here can be evicted
             self._exchange.leases.look()
-        self._note_duration(self._clock() - started)
+        ended = self._clock()
+        self._meter.observe(scheduled.plan, scheduled.num_decoding, ended_s=ended, seconds=ended - started)
+        self._note_duration(ended - started)
         return chunks
 
     def has_work(self) -> bool:
@@ -220,39 +232,25 @@ class Engine:
     def stats(self) -> GroupStats:
         """Load and totals now. Requests are counted as ended once, by the reason of their last choice;
         running and waiting count sequences (choices), the waiting ones with those that were preempted."""
-        scheduler, pool, ended = self._scheduler, self._pool, self._num_ended
-        fetches, leases = self._exchange.fetches, self._exchange.leases
-        return GroupStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.waiting_tokens - fetches.coming_tokens,
-            running_tokens=scheduler.running_tokens,
-            free_blocks=pool.num_unused,
-            cached_blocks=pool.num_evictable,
-            active_blocks=pool.num_active,
-            num_steps=scheduler.num_steps,
+        return group_stats(
+            self._scheduler,
+            self._pool,
+            self._exchange,
+            ended=self._num_ended,
+            num_generated=self._num_generated,
             step_seconds=self._step_seconds,
             step_seconds_total=self._step_seconds_total,
-            prompt_tokens_total=scheduler.prompt_tokens_total,
-            cached_tokens_total=scheduler.cached_tokens_total,
-            generated_tokens_total=self._num_generated,
-            preemptions_total=scheduler.preemptions_total,
-            finished_stop_total=ended[FinishReason.STOP],
-            finished_length_total=ended[FinishReason.LENGTH],
-            finished_error_total=ended[FinishReason.ERROR],
-            cancelled_total=ended[FinishReason.CANCELLED],
-            kv_fetches_total=fetches.started_total,
-            kv_fetched_tokens_total=fetches.fetched_blocks_total * self._block_size,
-            kv_fetches_incomplete_total=fetches.ended_total[FetchEnd.INCOMPLETE],
-            kv_fetches_lost_total=fetches.ended_total[FetchEnd.LOST],
-            kv_fetches_stalled_total=fetches.ended_total[FetchEnd.STALLED],
-            kv_fetches_void_total=fetches.ended_total[FetchEnd.VOID],
-            kv_fetches_no_memory_total=fetches.ended_total[FetchEnd.NO_MEMORY],
-            kv_transferring_blocks=fetches.num_in_flight,
-            kv_leases=len(leases),
-            kv_leases_expired_total=leases.expired_total,
-            kv_sources=fetches.counts.told(),
+            block_size=self._block_size,
         )
+
+    def take_report(self) -> GroupReport | None:
+        """What has been counted, about once a second and whenever there is nothing more to do; None when it
+        is not the time."""
+        return group_report(self._meter, self._pool, self._exchange) if self.has_report() else None
+
+    def has_report(self) -> bool:
+        """Whether take_report() has one."""
+        return self._meter.is_due(is_idle=not self._requests)
 
     def take_events(self) -> list[BlockEvent]:
         """Changes of the prefix cache since the last call. To be called after every step: they add up."""
@@ -359,6 +357,7 @@ class Engine:
             logprobs=logprobs,
             prompt_logprobs=sequence.take_prompt_scores() if is_first else None,
             num_cached_tokens=(sequence.num_cached or 0) if is_first else 0,
+            times=sequence.parent.times(self._clock()) if is_first else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,
         )

@@ -58,6 +58,7 @@ class Fetch:
         "num_arrived",
         "num_in_flight",
         "num_offered",
+        "opened_s",
         "progress_s",
         "sequence",
         "source",
@@ -78,4 +79,4 @@ class Fetch:
         self.num_in_flight = 0  # blocks
         self.source_is_done = False  # no further offers
         self.expected_blocks = 0  # of the sequence at its end
-        self.progress_s = 0.0
+        self.opened_s = self.progress_s = 0.0

@@ -24,6 +24,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.demand import OutputLengthEstimate
 from workers.engine.fetch import Fetch, FetchEnd, FetchState, KVPeers
 from workers.engine.prefixes import PrefixesInProgress
+from workers.engine.pull_meter import PullMeter
 from workers.engine.reads import ReadCounts
 from workers.engine.sequence import Sequence as TokenSequence
 from workers.hashing import BlockHash
@@ -38,6 +39,7 @@ class _Pull(NamedTuple):
     fetch: Fetch
     hashes: tuple[BlockHash, ...]
     blocks: list[int]
+    ordered_s: float
 
 
 class FetchTable:
@@ -65,6 +67,7 @@ class FetchTable:
         self._pulls: dict[int, _Pull] = {}
         self._num_started = 0
         self._num_pulls = 0
+        self.meter = PullMeter()
         self.num_wanted = 0
         self.num_in_flight = 0  # blocks
         self.fetched_blocks_total = 0
@@ -78,6 +81,11 @@ class FetchTable:
     @property
     def started_total(self) -> int:
         return self._num_started
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls under way."""
+        return len(self._pulls)
 
     @property
     def is_busy(self) -> bool:
@@ -214,6 +222,13 @@ class FetchTable:
         if pull is None:
             return
         fetch = pull.fetch
+        self.meter.observe(
+            fetch.source.group_id,
+            transport,
+            num_blocks=len(pull.blocks),
+            seconds=self._clock() - pull.ordered_s,
+            has_failed=error is not None,
+        )
         fetch.num_in_flight -= len(pull.blocks)
         self.num_in_flight -= len(pull.blocks)
         if error is not None:
@@ -225,6 +240,7 @@ class FetchTable:
                 self._end(fetch, FetchEnd.VOID)
             return
         fetch.num_arrived += len(pull.blocks)
+        fetch.sequence.parent.num_fetched_blocks += len(pull.blocks)
         fetch.progress_s = self._clock()
         self.fetched_blocks_total += len(pull.blocks)
         self.counts.arrived(fetch.source.group_id, len(pull.blocks), transport, seconds)
@@ -294,7 +310,7 @@ class FetchTable:
         fetch.id = self._num_started
         fetch.state = FetchState.OPEN
         fetch.expected_blocks = expected_blocks
-        fetch.progress_s = self._clock()
+        fetch.opened_s = fetch.progress_s = self._clock()
         self._open[fetch.id] = fetch
         self.counts.begun(fetch.source.group_id)
         self._in_progress.announce_fetched(sequence, fetch.wanted)
@@ -311,7 +327,7 @@ class FetchTable:
             blocks = own[start : start + _MAX_PULL_BLOCKS]
             self._num_pulls += 1
             hashes = tuple(fetch.wanted[offer.index] for offer in part)
-            self._pulls[self._num_pulls] = _Pull(fetch, hashes, blocks)
+            self._pulls[self._num_pulls] = _Pull(fetch, hashes, blocks, self._clock())
             orders = [
                 BlockRead(offer.block, offer.generation, block)
                 for offer, block in zip(part, blocks, strict=True)
@@ -343,6 +359,7 @@ class FetchTable:
         self._over[fetch.id] = fetch
         self.ended_total[end] += 1
         self.counts.ended(fetch.source.group_id, end)
+        fetch.sequence.parent.fetch_s += self._clock() - fetch.opened_s
         for block_hash in fetch.wanted:
             self._in_progress.finish(fetch.sequence, block_hash)
         self._peers.close(fetch.id)

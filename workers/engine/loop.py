@@ -25,6 +25,7 @@ from workers.engine.exchange import ExchangeCommand
 from workers.engine.leases import LeaseId
 from workers.engine.request import MAX_CHOICES
 from workers.engine.step import GroupFailed
+from workers.report import GroupReport
 from workers.types import (
     BlockEvent,
     FinishReason,
@@ -49,6 +50,7 @@ class StepOutput:
     chunks: tuple[TokenChunk, ...]
     events: tuple[BlockEvent, ...]
     stats: GroupStats
+    report: GroupReport | None = None  # about once a second
     failure: str | None = None  # set once, in the last output: the group is dead
 
 
@@ -138,7 +140,7 @@ class EngineLoop:
                         has_news = True
                 if self._engine.has_timers():
                     has_news |= self._engine.sweep()
-                if ended or has_news:
+                if ended or has_news or self._engine.has_report():
                     self._emit(ended)
                 if self._engine.can_step():
                     self._emit(self._engine.step())
@@ -161,7 +163,7 @@ class EngineLoop:
         with self._changed:
             while not (self._commands or self._is_stopping or self._engine.can_step()):
                 self._changed.wait(_IDLE_WAIT_S)
-                if self._engine.has_timers():
+                if self._engine.has_timers() or self._engine.has_report():
                     break
             if self._is_stopping:
                 return None
@@ -203,14 +205,21 @@ class EngineLoop:
             # The failure may be the engine's own broken state; clients must hear of it all the same.
             _log.exception("the engine's state cannot be cleared")
         try:
-            self._emit(chunks, self._failure)
+            self._emit(chunks, self._failure, is_last=True)
         except Exception:
             _log.exception("nobody hears that the engine loop has ended")
 
-    def _emit(self, chunks: list[TokenChunk], failure: str | None = None) -> None:
+    def _emit(self, chunks: list[TokenChunk], failure: str | None = None, *, is_last: bool = False) -> None:
         self._stats = self._engine.stats()
         events = tuple(self._engine.take_events())
-        self._on_output(StepOutput(chunks=tuple(chunks), events=events, stats=self._stats, failure=failure))
+        output = StepOutput(
+            chunks=tuple(chunks),
+            events=events,
+            stats=self._stats,
+            report=None if is_last else self._engine.take_report(),  # its clock may be what is broken
+            failure=failure,
+        )
+        self._on_output(output)
 
 
 def _refusal(request: GenerateRequest, code: str, message: str) -> list[TokenChunk]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
 from workers.hashing import BlockHash, block_hashes
-from workers.types import GenerateRequest, KVSource, RequestRefused, SamplingParams
+from workers.types import GenerateRequest, KVSource, RequestRefused, SamplingParams, StageTimes
 
 if TYPE_CHECKING:
     from workers.engine.fetch import Fetch
@@ -39,12 +39,16 @@ class RequestState:
     """A request from its acceptance until its last choice ends."""
 
     __slots__ = (
+        "admitted_s",
         "arrival",
+        "came_s",
         "end_ids",
         "fetch",
+        "fetch_s",
         "forbidden_ids",
         "is_admitted",
         "max_num_tokens",
+        "num_fetched_blocks",
         "num_unfinished",
         "prompt_hashes",
         "request",
@@ -66,7 +70,21 @@ class RequestState:
             self.prompt_hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)
         self.is_admitted = False  # a choice has had blocks
         self.fetch: Fetch | None = None  # blocks from another group, until it is admitted
+        # For metrics: times of the engine's clock, and what other groups gave.
+        self.came_s = self.fetch_s = 0.0  # when it was added; how long fetches were open
+        self.admitted_s: float | None = None
+        self.num_fetched_blocks = 0
         self.num_unfinished = len(request.choices())
+
+    def times(self, now_s: float) -> StageTimes:
+        """Where the time went until its first token, which has just come."""
+        admitted_s = self.came_s if self.admitted_s is None else self.admitted_s
+        waited_s = admitted_s - self.came_s
+        return StageTimes(
+            queue_s=max(0.0, waited_s - self.fetch_s),
+            transfer_s=min(self.fetch_s, waited_s),
+            compute_s=now_s - admitted_s,
+        )
 
 
 def _end_ids(sampling: SamplingParams, limits: EngineLimits) -> frozenset[int]:

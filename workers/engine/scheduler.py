@@ -41,6 +41,7 @@ class ScheduledStep(NamedTuple):
 
     plan: StepPlan
     sequences: list[Sequence]
+    num_decoding: int  # the first ones; the others are in prefill
 
 
 class Scheduler:
@@ -87,6 +88,7 @@ class Scheduler:
         self.running_tokens = 0  # computed tokens of running sequences
         self.prompt_tokens_total = 0  # of requests, at their first admission
         self.cached_tokens_total = 0
+        self.remote_tokens_total = 0
         self.preemptions_total = 0
 
     @property
@@ -138,7 +140,7 @@ class Scheduler:
             return None
         self._num_steps += 1
         plan = StepPlan(number=self._num_steps, slices=slices, zero_blocks=self._pool.take_zero_blocks())
-        return ScheduledStep(plan, sequences)
+        return ScheduledStep(plan, sequences, len(self._decoding))
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """The step has computed this many more tokens of a running sequence."""
@@ -373,6 +375,7 @@ class Scheduler:
                 self._exchange.fetches.release(sequence)
             self.prompt_tokens_total += sequence.prompt_len
             self.cached_tokens_total += num_cached
+            self.remote_tokens_total += min(sequence.parent.num_fetched_blocks * self._block_size, num_cached)
 
     # -- slices and seals ---------------------------------------------------------------------------------
 

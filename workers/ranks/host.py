@@ -21,6 +21,7 @@ from workers.data_plane.server import StreamServer
 from workers.engine.engine import Engine
 from workers.engine.exchange import Redirect
 from workers.engine.loop import EngineLoop, StepOutput
+from workers.engine.meter import MeteredModel
 from workers.exchange.rank_exchange import ExchangeImpossible, FollowerExchange, LeaderExchange
 from workers.group_start import GroupStart
 from workers.runtime.handshake import Rendezvous
@@ -50,6 +51,7 @@ class LeaderHost:
         self._leader = Leader(start.config, host=host, on_failure=self._on_failure)
         self._engine_loop: EngineLoop | None = None
         self._exchange: LeaderExchange | None = None
+        self._metered: MeteredModel | None = None
         self._exchange_problem = ""  # why there is none
         self._server: StreamServer | None = None
 
@@ -61,6 +63,7 @@ class LeaderHost:
     def load(self) -> GroupInfo:
         """Load the weights, make the pool, compute a first step. Raises what `Leader.load` raises."""
         facts = self._leader.load()
+        self._metered = self._leader.metered()
         engine = self._exchanging_engine(facts) or self._engine(facts, None)
         exchange = self._exchange
         self._engine_loop = EngineLoop(engine, self._on_output)
@@ -139,6 +142,7 @@ class LeaderHost:
             on_offer=exchange.desk.on_offer if exchange is not None else None,
             transfer=config.transfer,
             first_generation=exchange.first_generation if exchange is not None else 0,
+            metered=self._metered,
         )
 
     def _redirect(self, request_id: RequestId, source: KVSource | None) -> None:

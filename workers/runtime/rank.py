@@ -26,6 +26,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from workers.config import GroupConfig
+from workers.engine.meter import MeteredModel
 from workers.engine.step import Executor, GroupFailed, SampleTask, SequenceSlice, StepPlan
 from workers.kernels import StepMessage, passes
 from workers.model.parallel import TensorParallel
@@ -88,6 +89,7 @@ class Leader:
         self._link: LeaderLink | None = None
         self._group: ProcessGroup | None = None
         self._prepared: dict[int, Facts] = {}
+        self._ranks_on_machine = 1
         if config.parallel.tensor_parallel > 1:
             self._store = open_store(host)
             listener = open_port(host)
@@ -151,6 +153,11 @@ class Leader:
             raise
         return facts
 
+    def metered(self) -> MeteredModel:
+        """What counts in a step, and what the machines can do at most. After `load`, before the first
+        request: measuring takes a fraction of a second."""
+        return self._model.metered(self._ranks_on_machine)
+
     def close(self) -> None:
         """Ends the followers and leaves the process group. May be called twice."""
         if self._link is not None:
@@ -171,6 +178,7 @@ class Leader:
         model = self._model
         link.accept(JOIN_TIMEOUT_S)
         agreed = link.agree(model.identity(), agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
+        self._ranks_on_machine = num_ranks_here(agreed)
         self._group = _process_group(self._config, 0, self._host, self._store, model.device)
         parallel = self._group.parallel
         if model.device.type == "cpu":

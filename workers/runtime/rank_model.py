@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from workers.config import GroupConfig
+from workers.engine.meter import MeteredModel
 from workers.engine.request import EngineLimits
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
 from workers.model.spec import check_tensor_parallel
 from workers.runtime.agreement import code_digest, identity_facts
+from workers.runtime.ceilings import measure_ceilings, of_group
 from workers.runtime.device import choose_device, choose_dtype, choose_quantization, set_threads
 from workers.runtime.errors import RankConfigError
 from workers.runtime.handshake import Facts
 from workers.runtime.kv_pool import allocate_pool, free_bytes
+from workers.runtime.model_work import model_work
 from workers.runtime.pool_size import bytes_per_block, num_blocks_for
 from workers.runtime.runner import ModelRunner
 
@@ -94,6 +99,18 @@ class RankModel:
             device=self.device,
         )
         return ModelRunner(decoder, pool, self.device)
+
+    def metered(self, ranks_on_machine: int) -> MeteredModel:
+        """What counts in a step, and the ceilings of the group's machines, of which this one is measured; for
+        a fraction of a second, in which the other ranks here should have nothing to do."""
+        spec, is_host = self._checkpoint.spec, self.device.type == "cpu"
+        num_threads = torch.get_num_threads() * (ranks_on_machine if is_host else 1)
+        one = measure_ceilings(self.device, self._dtype, num_threads)
+        kv_bytes = sum(self._block_bytes(rank) for rank in range(self._size)) // self._config.cache.block_size
+        return MeteredModel(
+            work=model_work(spec, self._dtype, self._quantization, kv_bytes_per_token=kv_bytes),
+            ceilings=of_group(one, self._size / ranks_on_machine if is_host else self._size),
+        )
 
     def facts(self, num_blocks: int) -> RankFacts:
         spec = self._checkpoint.spec

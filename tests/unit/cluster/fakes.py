@@ -45,6 +45,8 @@ class FakeServer:
         self.details: dict[str, Any] = {"applications": {}}
         self.answers_dashboard = True
         self.load = LOAD
+        self.explained: dict[str, Any] = {}  # by id, what /explain says
+        self.num_forgetful = 0  # requests to /explain that meet a router that knows nothing
         self.prefix = ""  # of the API's paths
         self.key: str | None = None  # that the API wants
         self.puts: list[Any] = []  # bodies of deployments
@@ -105,8 +107,17 @@ class FakeServer:
                     self._answer(server.load)
                 elif self.path == f"{server.prefix}/ready":
                     self._answer({})
+                elif self.path.startswith(f"{server.prefix}/explain/"):
+                    self._explain(self.path.rpartition("/")[2])
                 else:
                     self._answer({}, status=404)
+
+            def _explain(self, request_id: str) -> None:
+                server.num_forgetful -= 1
+                if request_id in server.explained and server.num_forgetful < 0:
+                    self._answer(server.explained[request_id])
+                else:
+                    self._answer({"error": {"message": f"no such request: {request_id}"}}, status=404)
 
             def _has_key(self) -> bool:
                 return server.key is None or self.headers["authorization"] == f"Bearer {server.key}"

@@ -17,7 +17,8 @@ from router.dispatch.link import LinkLimits
 from router.routing.policy import PolicyConfig
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.lease_desk import LeaseDesk
-from workers.data_plane.server import ServerLimits, StreamServer
+from workers.data_plane.server import StreamServer
+from workers.data_plane.server_terms import ServerLimits
 from workers.data_plane.submit import SubmitClient, SubmitRefused
 from workers.engine.loop import StepOutput
 from workers.hashing import BlockHash, block_hashes

@@ -16,7 +16,7 @@ from tests.unit.data_plane.fakes import (
 )
 from tests.unit.data_plane.reader import Reader
 from workers.data_plane.channel import HandshakeFailed
-from workers.data_plane.server import ServerLimits
+from workers.data_plane.server_terms import ServerLimits
 from workers.data_plane.submit import SubmitRefused
 from workers.data_plane.wire import (
     Abort,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.data_plane.fakes import SECRET, FakeGroup, request, run, serving, until
 from workers.data_plane.channel import ClientIdentity, HandshakeFailed
-from workers.data_plane.server import ServerLimits
+from workers.data_plane.server_terms import ServerLimits
 from workers.data_plane.submit import SubmitClient, SubmitRefused
 
 

@@ -15,7 +15,7 @@ from tests.unit.engine.toy import (
     replay,
     run,
 )
-from workers.engine.step import SampleTask
+from workers.engine.step import SampleTask, StepPlan
 from workers.hashing import block_hashes
 from workers.types import FinishReason, RequestId, RequestRefused
 
@@ -280,8 +280,13 @@ def test_a_request_id_in_use_is_refused() -> None:
 
 
 def test_stats_of_a_running_engine() -> None:
-    times = iter([0.0, 2.0, 10.0, 11.0])
-    engine, _ = make_engine(max_step_tokens=16, clock=lambda: next(times))
+    now, lengths = [0.0], iter([2.0, 1.0])
+
+    def take_a_while(_: StepPlan) -> None:
+        now[0] += next(lengths)
+
+    engine, executor = make_engine(max_step_tokens=16, clock=lambda: now[0])
+    executor.before_step = take_a_while
     engine.add(make_request("a", numbers(20, 1), 5))
     engine.step()
     first = engine.stats()

@@ -15,6 +15,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.table import DISCONNECT_STAGES, DISCONNECTS
 from tests.unit.router.fakes import Stack
 
 JSON = {"content-type": "application/json"}
@@ -120,3 +122,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.005)
+
+
+def disconnects(metrics: RouterMetrics) -> float:
+    """Clients that have left, at whatever stage."""
+    return sum(metrics.value(DISCONNECTS, stage) for stage in DISCONNECT_STAGES)

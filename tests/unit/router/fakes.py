@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from router.build import build_service
-from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState, Unavailable
+from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState, RouteCounts, Unavailable
 from router.http.app import create_app
 from router.serving.service import Service
 from router.settings import RouterSettings
@@ -126,6 +126,7 @@ class FakeDispatcher:
     decisions: dict[RequestId, Decision] = field(default_factory=dict)
     known_pairs: Sequence[PairState] = ()
     fetches: FetchCounts = field(default_factory=FetchCounts)
+    routes: RouteCounts = field(default_factory=RouteCounts)
     comes: asyncio.Event | None = None  # set: a group is there, READY
     num_open: int = 0
     num_cancelled: int = 0
@@ -173,6 +174,10 @@ class FakeDispatcher:
     def fetch_counts(self) -> FetchCounts:
         """router.dispatch.interface.Dispatcher."""
         return self.fetches
+
+    def route_counts(self) -> RouteCounts:
+        """router.dispatch.interface.Dispatcher."""
+        return self.routes
 
 
 @dataclass

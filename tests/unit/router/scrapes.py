@@ -15,6 +15,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def only(text: str, name: str, **labels: str) -> float:
-    """The value of a series; groups' series carry no replica."""
-    wanted = {"model": "toy", **({} if "group" in labels else {"replica": "router"}), **labels}
+    """The value of a series; groups' series carry their role and no replica."""
+    of = {"role": "unified"} if "group" in labels else {"replica": "router"}
+    wanted = {"model": "toy", **of, **labels}
     return samples(text)[(f"tandem_{name}", tuple(sorted(wanted.items())))]

@@ -13,11 +13,12 @@ import httpx
 import pytest
 
 from router.dispatch.interface import GroupState, Unavailable
-from router.telemetry.metrics import CLIENT_ERRORS, DISCONNECTS, GENERATION_TOKENS, REQUESTS, SERVER_ERRORS
+from router.telemetry import table
 from tests.unit.router.client import (
     CHAT,
     COMPLETIONS,
     call,
+    disconnects,
     error_of,
     events,
     server,
@@ -72,9 +73,9 @@ def test_group_error_before_the_first_token(code: str, status: int, stream: bool
         assert response.headers["x-should-retry"] == "true"
     if status == 500:
         assert response.headers["x-should-retry"] == "false"
-    counter = CLIENT_ERRORS if status == 400 else SERVER_ERRORS
+    counter = table.CLIENT_ERRORS if status == 400 else table.SERVER_ERRORS
     assert router.service.metrics.value(counter, code) == 1
-    assert router.service.metrics.value(REQUESTS, "error") == 1
+    assert router.service.metrics.value(table.REQUESTS, "error") == 1
     assert router.service.admission.num_inflight == 0
 
 
@@ -94,8 +95,8 @@ def test_group_error_in_a_stream(path: str) -> None:
             "code": "engine_dead",
         }
     }
-    assert router.service.metrics.value(SERVER_ERRORS, "engine_dead") == 1
-    assert router.service.metrics.value(GENERATION_TOKENS) == 2
+    assert router.service.metrics.value(table.SERVER_ERRORS, "engine_dead") == 1
+    assert router.service.metrics.value(table.GENERATION_TOKENS) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -285,8 +286,8 @@ def test_client_leaves(stream: bool, prompt: Any, half_close: bool) -> None:
         send_and_leave(url, body, after=after, half_close=half_close)
         wait_until(lambda: router.dispatcher.num_cancelled == count)
         assert router.dispatcher.num_open == 0
-        wait_until(lambda: router.service.metrics.value(DISCONNECTS) == 1)
-        assert router.service.metrics.value(REQUESTS, "aborted") == 1
+        wait_until(lambda: disconnects(router.service.metrics) == 1)
+        assert router.service.metrics.value(table.REQUESTS, "aborted") == 1
         assert router.service.admission.num_inflight == 0
     router.service.close()
 
@@ -297,7 +298,7 @@ def test_client_leaves_the_queue() -> None:
         for stream in (False, True):
             send_and_leave(url, {"prompt": "a", "stream": stream}, after=None)
         wait_until(lambda: router.dispatcher.num_cancelled == 2)
-        wait_until(lambda: router.service.metrics.value(REQUESTS, "aborted") == 2)
+        wait_until(lambda: router.service.metrics.value(table.REQUESTS, "aborted") == 2)
         assert router.service.admission.num_queued == 0
         assert sum(router.service.metrics.ttft_s.counts) == 0
 
@@ -386,8 +387,8 @@ def test_a_connection_that_breaks_while_writing_is_no_fault_of_ours(
     }
     asyncio.run(asyncio.wait_for(router.app(scope, receive, send), 10))
     metrics = router.service.metrics
-    assert metrics.value(SERVER_ERRORS, "internal_error") == 0
-    assert metrics.value(DISCONNECTS) == (0 if num_taken == 2 and not stream else 1)
+    assert metrics.value(table.SERVER_ERRORS, "internal_error") == 0
+    assert disconnects(metrics) == (0 if num_taken == 2 and not stream else 1)
     assert (router.service.admission.num_inflight, router.dispatcher.num_open) == (0, 0)
     assert "failed" not in caplog.text
 
@@ -426,5 +427,5 @@ def test_a_cancelled_request_is_a_client_that_left(stream: bool) -> None:
 
     asyncio.run(asyncio.wait_for(run(), 10))
     metrics = router.service.metrics
-    assert (metrics.value(DISCONNECTS), metrics.value(REQUESTS, "aborted")) == (1, 1)
+    assert (disconnects(metrics), metrics.value(table.REQUESTS, "aborted")) == (1, 1)
     assert (router.service.admission.num_inflight, router.dispatcher.num_open) == (0, 0)

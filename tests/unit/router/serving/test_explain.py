@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from router.dispatch.interface import Decision, PairState
 from router.routing.policy import Choice
 from tests.unit.router.client import COMPLETIONS, call, error_of
@@ -30,6 +32,7 @@ def test_the_ranking_of_each_prompt() -> None:
         )
     shown = call(app, f"/explain/{answer_id}").json()
     assert (shown["request"], shown["replica"], len(shown["prompts"])) == (request_id, "router", 2)
+    assert shown["first_token"]["ttft_ms"] == pytest.approx(sum(shown["first_token"]["stages_ms"].values()))
     assert shown["prompts"][1] == {
         "taken_by": "b",
         "num_attempts": 2,

@@ -12,12 +12,14 @@ from router.admission import Admission
 from router.api.errors import ApiError
 from router.dispatch.interface import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState, PairState
 from router.settings import RouterSettings
-from router.telemetry.exposition import cumulative
-from router.telemetry.metrics import HistogramCell, RouterMetrics
+from router.telemetry.metrics import RouterMetrics
 from tests.unit.router.client import COMPLETIONS, call, until
 from tests.unit.router.fakes import INFO, READY, FakeDispatcher, says, stack
 from tests.unit.router.scrapes import only, samples
 from workers.directory.snapshots import RETAIN_S
+from workers.histogram import HistogramCell
+from workers.metrics.families import Source, families
+from workers.metrics.spec import histogram, histogram_series
 from workers.types import GroupId, GroupStats
 
 
@@ -77,10 +79,16 @@ def test_counts_add_up() -> None:
 
 
 def test_bucket_rows_never_fall_and_end_at_the_count() -> None:
-    cell = HistogramCell((0.1, 1.0, 10.0))
+    spec = histogram("x", "Help", (0.1, 1.0, 10.0))
+    cell = HistogramCell(spec.buckets)
     for value in (0.05, 0.1, 0.5, 5.0, 50.0):
         cell.observe(value)
-    assert cumulative(cell.buckets, cell.counts) == [("0.1", 2), ("1.0", 3), ("10.0", 4), ("+Inf", 5)]
+    (family,) = families([spec], (), [Source((), histogram_series(spec, "", cell.counts_now()))])
+    found = [(sample.labels.get("le", sample.name), sample.value) for sample in family.samples]
+    assert found == [
+        *(("0.1", 2), ("1.0", 3), ("10.0", 4), ("+Inf", 5)),
+        *(("tandem_x_count", 5), ("tandem_x_sum", 55.65)),
+    ]
     text = call(stack().app, "/metrics").text
     rows: dict[str, list[float]] = {}
     for (name, _), value in samples(text).items():
@@ -131,13 +139,7 @@ def test_a_group_that_has_left_is_forgotten_after_a_while() -> None:
     clock, dispatcher = Clock(), FakeDispatcher()
     admission = Admission(RouterSettings(model_name="toy"), clock=clock, random=lambda: 0.5)
     metrics = RouterMetrics(
-        model="toy",
-        replica="router",
-        admission=admission,
-        groups=dispatcher.groups,
-        fetches=dispatcher.fetch_counts,
-        pairs=dispatcher.pairs,
-        clock=clock,
+        model="toy", replica="router", version="1", admission=admission, dispatcher=dispatcher, clock=clock
     )
     assert [group.group for group in metrics.snapshot().groups] == ["g0"]
     dispatcher.states = ()
@@ -179,7 +181,7 @@ def test_what_came_of_reading_blocks() -> None:
     assert only(text, "kv_fetched_tokens_total", group="g0") == 80
     reasons = ("incomplete", "lost", "stalled", "void", "no_memory")
     assert [only(text, "kv_fetch_failures_total", group="g0", reason=r) for r in reasons] == [0, 2, 1, 0, 0]
-    assert only(text, "kv_transferring_blocks", group="g0") == 3
+    assert only(text, "kv_blocks", group="g0", state="transferring") == 3
     assert only(text, "kv_leases", group="g0") == 4
 
 

@@ -12,7 +12,7 @@ from router.build import build_service
 from router.dispatch.interface import GroupState
 from router.http.app import create_app
 from router.settings import RouterSettings
-from router.telemetry.metrics import CLIENT_ERRORS, GENERATION_TOKENS, REQUESTS, TTFT, RouterMetrics
+from router.telemetry.metrics import RouterMetrics
 from router.telemetry.snapshot import (
     LIVE_S,
     GroupCounts,
@@ -22,6 +22,7 @@ from router.telemetry.snapshot import (
     encode,
     merged_groups,
 )
+from router.telemetry.table import CLIENT_ERRORS, GENERATION_TOKENS, REQUESTS, TTFT
 from router.telemetry.telemetry import Telemetry
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
@@ -211,8 +212,12 @@ def test_what_is_not_understood_is_left_out() -> None:
         odd = RouterSnapshot(
             model=MODEL,
             replica="r2",
-            counters=[*snapshot.counters, ("of_the_next_version", "", 1.0)],
-            histograms={**snapshot.histograms, TTFT.name: snapshot.histograms["itl_seconds"]},
+            totals=[
+                *snapshot.totals,
+                ("of_the_next_version", "", 1.0),
+                (TTFT.name, "0.0123", 1.0),  # a bucket that there is not
+                (REQUESTS.name, "stop twice", 1.0),  # a label too many
+            ],
             gauges=[],
             groups=[],
         )
@@ -237,11 +242,15 @@ def test_a_snapshot_travels_as_it_is() -> None:
 def test_groups_of_two_models_stay_apart() -> None:
     def row(model: str, group: str, steps: float) -> ReplicaRow:
         counts = GroupCounts(
-            group=group, epoch=1, num_steps=1, is_connected=True, gauges=[], totals=[("s", "", steps)]
+            group=group,
+            role="unified",
+            epoch=1,
+            num_steps=1,
+            is_connected=True,
+            gauges=[],
+            totals=[("s", "", steps)],
         )
-        snapshot = RouterSnapshot(
-            model=model, replica=model, counters=[], histograms={}, gauges=[], groups=[counts]
-        )
+        snapshot = RouterSnapshot(model=model, replica=model, totals=[], gauges=[], groups=[counts])
         return ReplicaRow(snapshot, 0.0)
 
     merged = merged_groups([row("m2", "g", 5), row("m1", "g", 4), row("m1", "g", 3)])

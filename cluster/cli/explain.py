@@ -1,0 +1,127 @@
+"""`tandem explain`: why a request went to its group, and where the time to its first token went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import httpx
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.cli.keys import key_headers
+from cluster.cli.options import JsonOption, KeysOption
+from cluster.cli.services import DEFAULT_URL, services_of
+from cluster.cli.terminal import CommandFailed, Terminal
+
+_TIMEOUT_S = 5.0
+_TRIES = 16  # each over a connection of its own: only the router that placed a request remembers it
+
+
+def explain(
+    context: typer.Context,
+    request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="Id of an answer, or of the log.")],
+    url: Annotated[
+        str | None, typer.Option("--url", help="Server; the running `tandem serve` by default.")
+    ] = None,
+    keys_file: KeysOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every term of a request's placement, and what its first token waited for."""
+    terminal = Terminal(as_json=as_json)
+    with terminal.exit_codes():
+        running = services_of(context).note.read()
+        if keys_file is None and running is not None and url in (None, running.api_url):
+            keys_file = running.api_keys_file
+        url = (url or (running.api_url if running is not None else DEFAULT_URL)).rstrip("/")
+        found = _ask(url, request_id, key_headers(keys_file))
+        if as_json:
+            terminal.emit(**found)
+        else:
+            _print(terminal, found)
+
+
+def _ask(url: str, request_id: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    """What the router that placed the request says. Raises CommandFailed."""
+    address = f"{url}/explain/{quote(request_id, safe='')}"
+    problem = ""
+    for _ in range(_TRIES):
+        try:
+            response = httpx.get(address, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise CommandFailed(f"{url} does not answer ({error}); is `tandem serve` running?") from error
+        body = _object(response)
+        if response.status_code == 200 and "prompts" in body:
+            return body
+        said = body.get("error")
+        message = str(said.get("message", "")) if isinstance(said, dict) else ""
+        problem = message or f"{url} answers with HTTP {response.status_code}; is it a Tandem server?"
+        if response.status_code != 404:
+            break
+    raise CommandFailed(problem)
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        body = response.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _print(terminal: Terminal, found: Mapping[str, Any]) -> None:
+    terminal.say(f"request {found['request']}, placed by router {found['replica']}", style="bold")
+    _print_first_token(terminal, found.get("first_token"))
+    for number, prompt in enumerate(found["prompts"]):
+        name = "prompt" if len(found["prompts"]) == 1 else f"prompt {number}"
+        terminal.say(
+            f"{name}: {prompt['num_prompt_tokens']} tokens, taken by {prompt['taken_by'] or 'nobody'} "
+            f"at attempt {prompt['num_attempts']}"
+        )
+        _print_fetch(terminal, prompt["fetch"])
+        _print_ranking(terminal, prompt["ranked"])
+
+
+def _print_first_token(terminal: Terminal, first: Mapping[str, Any] | None) -> None:
+    if first is None:
+        terminal.say("no token has come")
+        return
+    whole_ms = first["ttft_ms"]
+    terminal.say(f"first token after {whole_ms:.1f} ms")
+    table = Table("stage", "ms", "share", box=None, pad_edge=False)
+    for stage, milliseconds in first["stages_ms"].items():
+        if milliseconds > 0:
+            share = milliseconds / whole_ms if whole_ms else 0.0
+            table.add_row(f"  {stage}", f"{milliseconds:.2f}", f"{share:.1%}")
+    terminal.out.print(table)
+
+
+def _print_fetch(terminal: Terminal, fetch: Mapping[str, Any] | None) -> None:
+    if fetch is None:
+        return
+    pulled = "not known yet" if fetch["pulled_tokens"] is None else fetch["pulled_tokens"]
+    source = fetch["source"] or "nobody in the end"
+    terminal.say(f"  read from {source}: {pulled} of {fetch['wanted_tokens']} tokens")
+    for prefill in fetch["prefills"]:
+        terminal.say(f"  prefill by {prefill['group']}: {prefill['outcome']}")
+
+
+def _print_ranking(terminal: Terminal, ranked: list[Mapping[str, Any]]) -> None:
+    """Groups with their sources, best first; the terms add up to the cost."""
+    names = list(dict.fromkeys(name for choice in ranked for name in choice["terms_ms"]))
+    table = Table(
+        "  group", "source", "cached blocks", "to read", "cost ms", *names, box=None, pad_edge=False
+    )
+    for choice in ranked:
+        terms = choice["terms_ms"]
+        table.add_row(
+            escape(f"  {choice['group']}"),
+            escape(choice["source"] or ""),
+            str(choice["matched_blocks"]),
+            str(choice["fetched_tokens"] or ""),
+            f"{choice['cost_ms']:.1f}",
+            *(f"{terms[name]:.1f}" if name in terms else "" for name in names),
+        )
+    terminal.out.print(table)

@@ -1,0 +1,33 @@
+"""What counts of a model in the work of a step: its matrices, from its shape."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from workers.engine.work import ModelWork
+from workers.kernels import Quantization
+from workers.model.architecture import ModelSpec
+
+# Bytes of a weight; the scales of INT8, one an output, are left out.
+_BYTES: Final = {Quantization.INT8: 1.0, Quantization.INT4: 0.625}
+
+
+def model_work(
+    spec: ModelSpec, dtype: torch.dtype, quantization: Quantization, *, kv_bytes_per_token: int
+) -> ModelWork:
+    """Over all ranks of a group. KV heads that ranks hold twice are counted once."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = spec.hidden_size * (2 * queries + 2 * keys)  # Q, K, V and the output projection
+    mlp = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
+    linear, head = spec.num_layers * (attention + mlp), spec.vocab_size * spec.hidden_size
+    linear_bytes = linear * _BYTES.get(quantization, dtype.itemsize)
+    head_bytes = head * _BYTES.get(quantization.of_head, dtype.itemsize)
+    return ModelWork(
+        linear_weights=linear,
+        head_weights=head,
+        attention_width=spec.num_layers * queries,
+        weight_bytes=round(linear_bytes + head_bytes),
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
