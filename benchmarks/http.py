@@ -57,10 +57,11 @@ class Samples:
 
 
 @contextmanager
-def serving(port: int) -> Iterator[str]:
-    """A `tandem serve` of the embedded model; gives the mark of its processes."""
+def serving(port: int, *arguments: str) -> Iterator[str]:
+    """A `tandem serve` of the embedded model, or of what the arguments say; gives the mark of its
+    processes."""
     program = "from cluster.cli import main; main()"  # the console script may be of another checkout
-    command = [sys.executable, "-c", program, "serve", "--port", str(port)]
+    command = [sys.executable, "-c", program, "serve", *arguments, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         try:
             _wait_ready(process, port)

@@ -40,9 +40,13 @@ PolicyOption = Annotated[
     str, typer.Option("--policy", help=f"How requests are placed: {', '.join(POLICIES)}, or all.")
 ]
 LengthsOption = Annotated[
-    float, typer.Option("--scale-lengths", help="Prompts and answers times this, e.g. 0.03.")
+    float,
+    typer.Option("--length-divisor", "--scale-lengths", help="Prompts and answers that many times shorter."),
 ]
-RateOption = Annotated[float, typer.Option("--scale-rate", help="Arrivals this many times as fast.")]
+RateOption = Annotated[
+    float,
+    typer.Option("--rate-divisor", "--scale-rate", help="Requests that many times less often, e.g. 0.25."),
+]
 RequestsOption = Annotated[int | None, typer.Option("--requests", min=1, help="Only the first ones.")]
 CostOption = Annotated[
     Path | None,
@@ -67,8 +71,8 @@ def simulate_command(
     groups: GroupsOption = 1,
     pools: PoolsOption = None,
     policy: PolicyOption = "prefix",
-    scale_lengths: LengthsOption = 1.0,
-    scale_rate: RateOption = 1.0,
+    length_divisor: LengthsOption = 1.0,
+    rate_divisor: RateOption = 1.0,
     requests: RequestsOption = None,
     cost: CostOption = None,
     blocks: BlocksOption = _DEFAULT_BLOCKS,
@@ -85,7 +89,7 @@ def simulate_command(
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes(), Phases(terminal) as phases:
         phases.start("reading the trace")
-        traced = _read(trace, requests, scale_lengths, scale_rate, no_sharing)
+        traced = _read(trace, requests, length_divisor, rate_divisor, no_sharing)
         schedule = ScheduleConfig() if step_tokens is None else ScheduleConfig(max_step_tokens=step_tokens)
         reports = []
         for name, sizes in _clusters(groups, pools):
@@ -113,9 +117,9 @@ def simulate_command(
 
 
 def _read(
-    file: Path, limit: int | None, scale_lengths: float, scale_rate: float, no_sharing: bool
+    file: Path, limit: int | None, length_divisor: float, rate_divisor: float, no_sharing: bool
 ) -> list[TraceRequest]:
-    for name, factor in (("--scale-lengths", scale_lengths), ("--scale-rate", scale_rate)):
+    for name, factor in (("--length-divisor", length_divisor), ("--rate-divisor", rate_divisor)):
         if not 0 < factor < float("inf"):
             raise CommandFailed(f"{name} is {factor}: it must be above 0")
     try:
@@ -124,7 +128,7 @@ def _read(
         raise CommandFailed(str(error)) from error
     if no_sharing:
         requests = [replace(request, prefix_ids=()) for request in requests]
-    return scaled(requests, length_divisor=1 / scale_lengths, rate_divisor=1 / scale_rate)
+    return scaled(requests, length_divisor=length_divisor, rate_divisor=rate_divisor)
 
 
 def _cost(file: Path | None) -> StepCost:
@@ -165,7 +169,7 @@ def _table(reports: list[Report]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in (
         "cluster", "policy", "TTFT mean", "p50", "p90", "p99 s", "TPOT mean", "p90 ms", "tokens/s",
-        "hits", "busy", "busiest", "preempted", "router us", "wall s", "MiB",
+        "hits", "busy", "busiest", "preempted", "router us", "CPU s", "MiB",
     ):  # fmt: skip
         table.add_column(heading, justify="left" if heading in ("cluster", "policy") else "right")
     for entry in reports:
@@ -181,7 +185,7 @@ def _table(reports: list[Report]) -> Table:
             f"x{entry.busy_max_over_mean:.2f}",
             str(entry.preemptions),
             f"{entry.router_us.mean:.0f}",
-            f"{entry.wall_s:.0f}",
+            f"{entry.cpu_s:.0f}",
             str(entry.peak_mib),
         )
     return table

@@ -41,8 +41,9 @@ class Report:
     preemptions: int
     steps: int
     events: int
-    router_us: Spread  # real microseconds of a placement
-    wall_s: float  # real
+    router_us: Spread  # CPU microseconds of a placement
+    wall_s: float  # real time of the run
+    cpu_s: float  # of the process in it
     peak_mib: int  # resident memory of the process so far
 
 
@@ -90,6 +91,7 @@ def report(cluster: str, outcome: Outcome) -> Report:
         events=outcome.num_events,
         router_us=spread([1e6 * seconds for seconds in outcome.decision_s]),
         wall_s=outcome.wall_s,
+        cpu_s=outcome.cpu_s,
         peak_mib=outcome.peak_bytes >> 20,
     )
 

@@ -118,7 +118,7 @@ class SimRouter:
         decision = self._choose(request, chains)
         self.decision_s.append(self._stopwatch() - started)
         group = self._answering[decision.ranked[0].group_id]
-        served = Served(request=traced, arrival_s=self._world.now_s, group_id=group.info.group_id)
+        served = Served(request=traced, arrival_s=traced.arrival_s, group_id=group.info.group_id)
         self.results.append(served)
         live = _Live(served, request.request_id, group, decision, chains)
         self._live[request.request_id] = live

@@ -43,6 +43,7 @@ class SimConfig:
     router: PolicyConfig = field(default_factory=PolicyConfig)
     kv_bytes_per_token: int = 23_040  # SmolLM2-135M in bfloat16
     network: Network | None = None  # None: groups do not read each other's blocks
+    front_s: float = 0.0  # what every request takes besides its group: HTTP, tokenizer, router
     seed: int = 0
     can_leap: bool = True  # False: one step at a time, slower and the same
 
@@ -60,8 +61,9 @@ class Outcome:
     num_preemptions: int
     num_events: int
     pulled_tokens: int
-    decision_s: Sequence[float]  # real time of each choice
+    decision_s: Sequence[float]  # CPU time of each choice
     wall_s: float  # real time of the run
+    cpu_s: float  # of this process in it
     peak_bytes: int  # of this process so far
 
     @property
@@ -78,13 +80,13 @@ def simulate(requests: Sequence[TraceRequest], config: SimConfig, policy: str) -
     """Runs the trace to its end, and asserts that every request has ended once and every pool is sound.
     Raises DoesNotFit."""
     _check(requests, config)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     with _few_collections():
         world = World()
         router = _router(world, config, policy)
         groups = _groups(world, config, router)
         for request in requests:
-            world.at(request.arrival_s, partial(router.arrive, request))
+            world.at(request.arrival_s + config.front_s, partial(router.arrive, request))
         world.run()
         router.check_end()
         for group in groups:
@@ -106,6 +108,7 @@ def simulate(requests: Sequence[TraceRequest], config: SimConfig, policy: str) -
         pulled_tokens=router.pulled_tokens,
         decision_s=router.decision_s,
         wall_s=time.perf_counter() - started,
+        cpu_s=time.process_time() - cpu_started,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 

@@ -37,7 +37,7 @@ def test_all_policies_as_json(trace: str, tmp_path: Path) -> None:
     PLAIN.save(tmp_path / "cost.json")
     done = run(
         trace, "--groups", "3", "--policy", "all", "--json",
-        "--scale-lengths", "0.0625", "--cost", str(tmp_path / "cost.json"),
+        "--length-divisor", "16", "--cost", str(tmp_path / "cost.json"),
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -55,8 +55,8 @@ def test_without_sharing_nothing_is_found(trace: str) -> None:
 
 def test_the_rate_is_scaled(trace: str) -> None:
     slow, fast = (
-        json.loads(run(trace, "--groups", "4", "--scale-rate", rate, "--json").stdout)
-        for rate in ("0.001", "1")
+        json.loads(run(trace, "--groups", "4", "--rate-divisor", rate, "--json").stdout)
+        for rate in ("1000", "1")
     )
     assert slow["span_s"] > 100 * fast["span_s"]
 
@@ -64,7 +64,7 @@ def test_the_rate_is_scaled(trace: str) -> None:
 def test_pools_are_compared_in_a_table(trace: str) -> None:
     done = run(
         trace, "--pools", "prefill=1,decode=2", "--pools", "decode=2,prefill=2", "--transfer", "1",
-        "--scale-lengths", "0.0625",
+        "--length-divisor", "16",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     heading, *rows = done.stdout.splitlines()
@@ -80,8 +80,8 @@ def test_pools_are_compared_in_a_table(trace: str) -> None:
         (("--pools", "prefill=1,decode=x"), "it must be like prefill=2,decode=6"),
         (("--pools", "unified=1,unified=2"), "it must be like prefill=2,decode=6"),
         (("--pools", "prefill=1,decode=1"), "a network between the groups is needed"),
-        (("--scale-rate", "0"), "--scale-rate is 0.0: it must be above 0"),
-        (("--scale-lengths", "inf"), "--scale-lengths is inf"),
+        (("--scale-rate", "0"), "--rate-divisor is 0.0: it must be above 0"),
+        (("--length-divisor", "inf"), "--length-divisor is inf"),
         (("--blocks", "10"), "a group has 10"),
         (("--cost", "missing.json"), "missing.json: not readable as JSON"),
     ],
