@@ -74,6 +74,10 @@ bench-http: install  ## the whole path beside the engine alone, and each process
 	$(BIN)/python -m benchmarks.http
 	$(BIN)/python -m benchmarks.paced
 
+.PHONY: bench-simulation
+bench-simulation: install  ## two groups under TRACE=file (Mooncake's form), and `tandem simulate` beside them
+	$(BIN)/python -m benchmarks.simulation $(TRACE)
+
 .PHONY: clean
 clean:  ## remove the environment and caches of tools (the model stays in ~/.cache/tandem)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
