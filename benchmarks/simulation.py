@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -161,6 +162,7 @@ def main() -> None:
         rate_divisor=options.rate_divisor,
     )
     folder = ensure(_say)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is stopped
     port = free_port()
     settings = (
         str(_FILE),
