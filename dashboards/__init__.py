@@ -1,1 +1,1 @@
-"""Grafana dashboards as Python: `python -m dashboards` writes the JSON files beside this one."""
+"""Grafana pages, alert rules and scrape configs as Python; `files/` has them built."""

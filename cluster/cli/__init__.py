@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cluster.cli import bench, model
+from cluster.cli import bench, dashboards, metrics, model
 from cluster.cli.chat import chat
 from cluster.cli.deploy import deploy, down, validate
 from cluster.cli.explain import explain
@@ -29,6 +29,8 @@ for command in (serve, deploy, scale, status, explain, down, chat, validate, pla
 app.command("simulate")(simulate_command)
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
+app.add_typer(dashboards.app, name="dashboards")
+app.add_typer(metrics.app, name="metrics")
 
 
 def main() -> None:
