@@ -106,6 +106,14 @@ _PLACEMENT = (
         is_stacked=True,
     ),
     by_label(
+        "Requests whose group ended",
+        "By what became of them, a second.",
+        "ops",
+        total_rate(table.MIGRATIONS, "result"),
+        "result",
+        is_stacked=True,
+    ),
+    by_label(
         "Sources that failed",
         "By who was to give blocks instead, a second.",
         "ops",
