@@ -101,7 +101,7 @@ def test_what_is_no_query_is_refused_with_a_reason(api: PrometheusApi) -> None:
 
 
 def test_a_prometheus_that_is_not_there_is_named() -> None:
-    with pytest.raises(ObserveError, match=r"no Prometheus answers at http://127\.0\.0\.1:1 .*tandem metrics up"):
+    with pytest.raises(ObserveError, match=r"no Prometheus answers at http:.*tandem metrics up"):
         PrometheusApi("http://127.0.0.1:1").query_range("up", start=START, end=END, step_s=60)
 
 
