@@ -68,6 +68,7 @@ def calibrate(order: CalibrateOrder, report: Report) -> dict[str, Any]:
             "tensor_parallel": found.tensor_parallel,
             "device": found.device,
             "machine": machine_name(),
+            "gpu_memory_bytes": _gpu_memory(found.device),
             "read_bytes_per_s": roofs.read_bytes_per_s,
             "flop_per_s": roofs.flop_per_s,
             "passes": passes,
@@ -166,6 +167,11 @@ def _full_rows(steps: Sequence[TimedStep], batch: int) -> list[TimedStep]:
 def _middle(steps: Sequence[TimedStep]) -> StepShape:
     """The shape in the middle, which stands for all: their contexts differ by a few tokens a row."""
     return steps[len(steps) // 2].shape
+
+
+def _gpu_memory(device: str) -> int:
+    """0 for a CPU."""
+    return torch.cuda.mem_get_info()[1] if device == "cuda" else 0
 
 
 def _pool(found: RankFacts, free_before: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
 _HASH_DIGITS = 16
 # Ceilings of the machine that the shipped figures are from.
 _SHIPPED_ROOFS = Roofs(read_bytes_per_s=34e9, flop_per_s=424e9)
+SHIPPED_PARAMETERS = 134_515_008  # of the model that the shipped figures are of
 SHIPPED = "shipped figures of SmolLM2-135M on two cores of an AMD EPYC (Zen 4): not measured here"
 
 
@@ -29,6 +30,7 @@ class Calibration:
     roofs: Roofs
     source: str  # for people: where the figures are from
     is_measured: bool  # here, with this model
+    gpu_memory_bytes: int = 0  # of the device it was measured on; 0: the CPU
 
 
 SHIPPED_CALIBRATION = Calibration(
@@ -60,6 +62,7 @@ def find_calibration(
 def read_calibration(file: Path) -> Calibration:
     """Raises StepCostError, naming the file."""
     cost, about = load_with_facts(file)
+    memory = about.get("gpu_memory_bytes")
     rates = [about.get(name) for name in ("read_bytes_per_s", "flop_per_s")]
     read, flop = (rate if isinstance(rate, int | float) and rate > 0 else None for rate in rates)
     if read is None or flop is None:
@@ -69,7 +72,20 @@ def read_calibration(file: Path) -> Calibration:
         roofs=Roofs(read_bytes_per_s=float(read), flop_per_s=float(flop)),
         source=f"measured on this machine ({about.get('machine')}), {file}",
         is_measured=True,
+        gpu_memory_bytes=memory if isinstance(memory, int) else 0,
     )
+
+
+def machine_roofs(root: Path | None = None) -> tuple[Roofs, str]:
+    """This machine's ceilings from the newest calibration with any model, else the shipped ones; and which.
+
+    Raises StepCostError for a damaged file.
+    """
+    folder = root or default_root()
+    files = sorted(folder.glob(f"{machine_key()}-*.json"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        return _SHIPPED_ROOFS, "ceilings of two cores of an AMD EPYC (Zen 4): not measured here"
+    return read_calibration(files[-1]).roofs, f"ceilings measured on this machine, {files[-1]}"
 
 
 def keep_calibration(result: Mapping[str, object], root: Path | None = None) -> Path:

@@ -130,16 +130,18 @@ def device_names() -> Iterable[str]:
     return (*DEVICES, THIS_MACHINE)
 
 
-def this_machine(roofs: Roofs, *, source: str) -> Device:
-    """This machine's CPU, with the memory that is free now."""
+def this_machine(roofs: Roofs, *, source: str, gpu_memory_bytes: int = 0) -> Device:
+    """This machine: the GPU that it was measured on, or its CPU with the memory that is free now."""
+    is_gpu = gpu_memory_bytes > 0
     return Device(
         name=THIS_MACHINE,
-        memory_bytes=available_host_bytes(),
+        memory_bytes=gpu_memory_bytes or available_host_bytes(),
         read_bytes_per_s=roofs.read_bytes_per_s,
         flop_per_s=roofs.flop_per_s,
+        # Ranks on a CPU hand over in memory. Of GPUs nothing is known: the slowest usual way.
+        link_bytes_per_s=32e9 if is_gpu else roofs.read_bytes_per_s,
         source=source,
-        link_bytes_per_s=roofs.read_bytes_per_s,  # ranks of one machine hand over in memory
-        is_gpu=False,
-        reserve_bytes=0,
-        allocator_bytes=0,
+        is_gpu=is_gpu,
+        reserve_bytes=GPU_RESERVE_BYTES if is_gpu else 0,
+        allocator_bytes=GPU_ALLOCATOR_BYTES if is_gpu else 0,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from cluster.plan import textbook
 from cluster.plan.arithmetic import int8_kv_bytes_per_token
-from cluster.plan.calibration import find_calibration
+from cluster.plan.calibration import SHIPPED_PARAMETERS, find_calibration, machine_roofs
 from cluster.plan.demand import Demand, Targets
 from cluster.plan.devices import THIS_MACHINE, Device, Roofs, find_device, this_machine
 from cluster.plan.limits import DecodeRow, PrefillRow, Turn, decode_rows, prefill_rows, turn_of
@@ -15,7 +15,7 @@ from cluster.plan.memory import DoesNotFit, MemoryPlan, Shape, plan_memory
 from cluster.plan.models import PlannedModel
 from cluster.plan.proposal import GroupLimits, NotReachable, Proposal, propose_apart, propose_unified
 from cluster.plan.roofline import Load
-from cluster.plan.step_cost import StepCost
+from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from workers.model.spec import legal_tensor_parallel
 
 _QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16
@@ -74,8 +74,24 @@ def find_speed(
             efficiency=efficiency,
         )
     found = find_calibration(model.model_hash(shape.quantization), shape.dtype, shape.quantization)
-    device = this_machine(found.roofs, source=found.source)
-    return device, Speed(roofs=found.roofs, cost=found.cost, source=found.source, efficiency=None)
+    if found.is_measured or _is_shipped(model, shape):
+        device = this_machine(found.roofs, source=found.source, gpu_memory_bytes=found.gpu_memory_bytes)
+        return device, Speed(roofs=found.roofs, cost=found.cost, source=found.source, efficiency=None)
+    roofs, source = machine_roofs()
+    device = this_machine(roofs, source=source)
+    derived = load.step_cost(device, efficiency=efficiency)
+    return device, Speed(
+        roofs=roofs,
+        cost=replace(derived, overhead_s=SMOLLM2_ON_SMALL_CPU.overhead_s),  # host work, of any model
+        source=source,
+        efficiency=efficiency,
+    )
+
+
+def _is_shipped(model: PlannedModel, shape: Shape) -> bool:
+    """Whether the shipped step cost is of this model."""
+    form = (model.num_parameters, shape.dtype, shape.quantization)
+    return form == (SHIPPED_PARAMETERS, "bfloat16", "none")
 
 
 def make_plan(
@@ -212,11 +228,11 @@ def split_cost(model: PlannedModel, device: Device, speed: Speed, shape: Shape) 
 
 def _notes(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> list[str]:
     notes = []
-    if speed.efficiency is None and not speed.source.startswith("measured"):
-        notes.append("Speed is not measured here: run `tandem bench calibrate MODEL` first.")
+    if device.name == THIS_MACHINE and not speed.source.startswith("measured"):
+        notes.append("Steps of this model are not measured here: run `tandem bench calibrate MODEL` first.")
     if speed.efficiency is not None:
         notes.append(
-            f"Expected rates assume {speed.efficiency:.0%} of the datasheet's ceilings (--efficiency), "
+            f"Expected rates assume {speed.efficiency:.0%} of these ceilings (--efficiency), "
             "limits all of them."
         )
     if shape.tensor_parallel > 1 and device.is_gpu:

@@ -12,7 +12,7 @@ from cluster.plan.calibration import find_calibration, keep_calibration
 from cluster.plan.devices import DEVICES
 from cluster.plan.memory import Shape
 from cluster.plan.models import UnknownModel, find_model
-from cluster.plan.plan import find_speed, split_cost
+from cluster.plan.plan import find_speed, load_of, split_cost
 from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU
 from cluster.validate import load_deployment
 from tests.unit.cluster.conftest import World
@@ -132,6 +132,7 @@ def test_this_machine_writes_what_validate_accepts_with_its_model(
 
 
 def test_many_machines_of_this_kind_get_a_group_each(world: World, tiny_model: Path, tmp_path: Path) -> None:
+    keep_calibration(calibration(str(find_model(str(tiny_model)).model_hash("none"))))
     out = tmp_path / "plan.yaml"
     done = world.run(
         *("plan", str(tiny_model), "--context", "128", "--ttft", "2000", "--tpot", "50", "--rate", "40"),
@@ -163,21 +164,7 @@ def test_files_need_to_know_the_folder(world: World, tmp_path: Path) -> None:
 def test_a_calibration_is_found_again_for_its_model_only(world: World, tiny_model: Path) -> None:
     model_hash = find_model(str(tiny_model)).model_hash("none")
     assert model_hash is not None
-    result = {
-        "cost": asdict(SMOLLM2_ON_SMALL_CPU),
-        "about": {
-            "model_hash": model_hash,
-            "dtype": "bfloat16",
-            "quantization": "none",
-            "machine": "this one",
-            "read_bytes_per_s": 1e9,
-            "flop_per_s": 1e12,
-        },
-        "samples": [],
-        "checks": [],
-        "pool": {},
-    }
-    file = keep_calibration(result)
+    file = keep_calibration(calibration(model_hash))
     assert file.is_relative_to(world.folder)
     found = find_calibration(model_hash, "bfloat16", "none")
     assert found.is_measured and found.cost == SMOLLM2_ON_SMALL_CPU
@@ -202,6 +189,45 @@ def test_ranks_share_the_work_and_pay_for_their_traffic() -> None:
     assert four.token_s == pytest.approx(one.token_s / 4 + 64 * 1.5 * 8192 / 300e9)
     here, measured = find_speed(model, "this", shape, efficiency=1.0)
     assert split_cost(model, here, measured, shape) == measured.cost
+
+
+def test_steps_of_another_model_are_not_taken_for_this_one(world: World) -> None:
+    small, shape = find_model("smollm2-135m"), Shape()
+    assert find_speed(small, "this", shape, efficiency=0.5)[1].cost == SMOLLM2_ON_SMALL_CPU
+    large = find_model("llama-2-7b")
+    device, speed = find_speed(large, "this", shape, efficiency=0.5)
+    assert speed.efficiency == 0.5
+    assert speed.cost.weights_s == pytest.approx(load_of(large, shape).weight_bytes / 17e9)
+    keep_calibration(calibration("0" * 64, gpu_memory_bytes=0))
+    device, speed = find_speed(large, "this", shape, efficiency=1.0)
+    assert (device.read_bytes_per_s, device.is_gpu) == (1e9, False)
+    assert speed.source.startswith("ceilings measured on this machine")
+
+
+def test_a_gpu_that_was_measured_is_planned_as_one(world: World, tiny_model: Path) -> None:
+    model = find_model(str(tiny_model))
+    keep_calibration(calibration(str(model.model_hash("none")), gpu_memory_bytes=8 << 30))
+    device, speed = find_speed(model, "this", Shape(), efficiency=1.0)
+    assert device.is_gpu and device.memory_bytes == 8 << 30
+    assert speed.cost == SMOLLM2_ON_SMALL_CPU
+
+
+def calibration(model_hash: str, *, gpu_memory_bytes: int = 0) -> dict[str, object]:
+    return {
+        "cost": asdict(SMOLLM2_ON_SMALL_CPU),
+        "about": {
+            "model_hash": model_hash,
+            "dtype": "bfloat16",
+            "quantization": "none",
+            "machine": "this one",
+            "gpu_memory_bytes": gpu_memory_bytes,
+            "read_bytes_per_s": 1e9,
+            "flop_per_s": 1e12,
+        },
+        "samples": [],
+        "checks": [],
+        "pool": {},
+    }
 
 
 def test_proposals_fill_machines_of_eight(world: World) -> None:
