@@ -243,6 +243,8 @@ class SocketDispatcher:
             self._moves["no_group"] += 1
             raise Unavailable(f"no other group could go on within {wait_s:g} s") from None
         self._moves["moved"] += 1
+        if (decision := self._placement.explain(request_id)) is not None:
+            decision.num_moves = journey.num_moves
         if journey.is_suspect and attempt.owner is not None:
             attempt.owner.suspect = attempt.wire_id
         group_id = attempt.owner.info.group_id if attempt.owner is not None else None

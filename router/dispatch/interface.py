@@ -128,6 +128,7 @@ class Decision:
     taken_by: GroupId | None = None
     fetch: Fetch | None = None  # of the last attempt
     route_s: float = 0.0  # from the tokenized prompt to its being offered to the first choice
+    num_moves: int = 0  # from groups that ended before the answer did
 
 
 class Dispatcher(Protocol):
@@ -137,7 +138,8 @@ class Dispatcher(Protocol):
         """Tokens of all choices as they come; ends after each choice has had its finish_reason.
 
         Closing the generator early cancels the request on its group. Raises Unavailable before the first
-        chunk when no group can take it. A group that dies later shows as chunks with FinishReason.ERROR.
+        chunk when no group can take it. When its group ends, the request goes on in another one; where none
+        can, that shows as chunks with FinishReason.ERROR.
         """
         ...
 

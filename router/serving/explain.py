@@ -51,6 +51,7 @@ def _shown(decision: Decision) -> dict[str, Any]:
     return {
         "taken_by": decision.taken_by,
         "num_attempts": decision.num_attempts,
+        "num_moves": decision.num_moves,
         "num_prompt_tokens": decision.num_prompt_tokens,
         "fetch": _fetch(decision.fetch),
         "ranked": [  # by the last attempt, best first

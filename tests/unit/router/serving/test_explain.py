@@ -36,6 +36,7 @@ def test_the_ranking_of_each_prompt() -> None:
     assert shown["prompts"][1] == {
         "taken_by": "b",
         "num_attempts": 2,
+        "num_moves": 0,
         "num_prompt_tokens": 70,
         "fetch": None,
         "ranked": [

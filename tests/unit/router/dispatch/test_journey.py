@@ -17,7 +17,7 @@ from tests.unit.data_plane.fakes import (
     until,
     with_cluster,
 )
-from workers.types import FinishReason, SamplingParams, TokenChunk
+from workers.types import FinishReason, RequestId, SamplingParams, TokenChunk
 
 POISON = 13
 
@@ -47,6 +47,8 @@ def test_a_stream_goes_on_in_another_group() -> None:
             assert {chunk.request_id for chunk in chunks} == {f"r{i}"}
         assert len(b.engine.submitted) == 5 + 1  # and the canary
         assert router.move_counts() == Counter(moved=5)
+        decision = router.explain(RequestId("r3"))
+        assert decision is not None and (decision.taken_by, decision.num_moves) == ("b", 1)
 
     with_cluster(test)
 

@@ -11,7 +11,7 @@ from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from cluster.scaling.decide import decide
 from cluster.scaling.targets import ScalingTargets
 from cluster.scaling.view import Memory, PoolView
-from tests.unit.cluster.scaling_world import World, reversals_s, targets_of, view
+from tests.unit.cluster.scaling.scaling_world import World, reversals_s, targets_of, view
 from workers.data_plane.signals import GroupSignals, SignalWindow
 from workers.types import GroupStats, Role
 
