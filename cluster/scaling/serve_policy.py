@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -45,7 +45,15 @@ class ScalingPolicy:
     """Serve makes one of an application and calls it. What it remembers is `Memory`, and lost when the
     application is deployed anew."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        find_directory: Callable[[str], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Serve gives nothing. `find_directory`: the handle of an application's directory; raises ValueError
+        without one."""
+        self._find_directory = find_directory or _find_directory
+        self._clock = clock
         self._memory = Memory()
         self._deployment: tuple[ScalingTargets, StepCost] | None = None
         self._wanted: dict[str, int] = {}
@@ -56,7 +64,7 @@ class ScalingPolicy:
         self, contexts: Mapping[Any, AutoscalingContext]
     ) -> tuple[dict[Any, int | float], dict[Any, dict[str, Any]]]:
         """(deployment -> number of replicas, no state of Serve's). Deployments that are no pools stay."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         pools = {ctx.deployment_name: ctx for ctx in contexts.values() if ctx.deployment_name in _ROLES}
         if now_s - self._decided_s >= _PERIOD_S:
             self._decided_s = now_s
@@ -93,10 +101,14 @@ class ScalingPolicy:
         """Waits for nobody: the note of a directory that is away is lost."""
         try:
             if self._directory is None:
-                self._directory = ray.get_actor(directory_name(application), namespace=NAMESPACE)
+                self._directory = self._find_directory(application)
             self._directory.note_scaling.remote(note)
         except (RayError, ValueError):  # ValueError: there is none yet
             self._directory = None
+
+
+def _find_directory(application: str) -> Any:
+    return ray.get_actor(directory_name(application), namespace=NAMESPACE)
 
 
 def shown(decision: Decision) -> dict[str, Any]:
