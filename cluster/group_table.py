@@ -46,6 +46,7 @@ class ReportedLoad:
     leases: int = 0
     transferring_blocks: int = 0
     exchange_problem: str = ""
+    usage: Mapping[str, Any] | None = None
 
     @property
     def kv_percent(self) -> float | None:
@@ -72,6 +73,9 @@ class GroupRow:
     reason: str = ""  # why it is not ready
     leases: int | None = None  # readers that its KV blocks are held for
     transferring_blocks: int | None = None  # that it is reading now
+    # What holds its recent steps up ("bound") and shares, 0 to 1: of the time in steps ("busy"), and of what
+    # the machine can compute and read from memory in that time ("compute", "bandwidth").
+    usage: Mapping[str, Any] | None = None
     exchange_problem: str = ""  # why it neither reads KV blocks of others nor lends its own
 
 
@@ -116,6 +120,7 @@ def parse_loads(body: Mapping[str, Any]) -> dict[str, ReportedLoad]:
             leases=group.get("leases", 0),  # none of a router of an earlier version, as of all reads
             transferring_blocks=group.get("transferring_blocks", 0),
             exchange_problem=group.get("exchange_problem", ""),
+            usage=group.get("usage"),
         )
         for group in body.get("groups", ())
         if group["ready"]
@@ -238,6 +243,7 @@ def _row(
         leases=load.leases if load is not None else None,
         transferring_blocks=load.transferring_blocks if load is not None else None,
         exchange_problem=load.exchange_problem if load is not None else "",
+        usage=load.usage if load is not None else None,
         age_s=now - started if started else None,
         reason=reason,
     )

@@ -27,6 +27,8 @@ from cluster.group_table import (
 from cluster.serve_api import ingress_url
 
 _COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
+# By `workers.report.Bound`; nothing is said of an idle group.
+_BOUNDS = {"compute": "compute-bound", "bandwidth": "bandwidth-bound", "overhead": "overhead-bound"}
 _STATE_STYLES = {"ready": "green", "failed": "red", "draining": "yellow"}
 
 
@@ -108,6 +110,9 @@ def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> N
         for row in application.rows:
             table.add_row(*_cells(row))
         terminal.out.print(table)
+        for row in application.rows:
+            if row.usage is not None and row.usage["bound"] in _BOUNDS:
+                terminal.say(_usage_line(row.group, row.usage))
         for pair in application.pairs:
             terminal.say(_pair_line(pair))
         groups = [row for row in application.rows if row.leases is not None]
@@ -118,6 +123,14 @@ def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> N
                 terminal.say(f"  {row.group} exchanges no KV blocks: {row.exchange_problem}")
         for pool, decision in (application.scaling or {}).get("pools", {}).items():
             terminal.say(_scaling_line(pool, decision))
+
+
+def _usage_line(group: str, usage: Mapping[str, Any]) -> str:
+    """What holds a group's steps up, and how near they come to what its machine can do."""
+    return (
+        f"  {group} is {_BOUNDS[usage['bound']]}: {usage['compute']:.0%} of the arithmetic and "
+        f"{usage['bandwidth']:.0%} of the memory bandwidth of its machine, {usage['busy']:.0%} of the time"
+    )
 
 
 def _scaling_line(pool: str, decision: Mapping[str, Any]) -> str:

@@ -222,3 +222,19 @@ def test_nothing_deployed_and_nothing_there(world: World) -> None:
     done = world.run("status", "--dashboard", "http://127.0.0.1:1")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: no Ray dashboard answers at http://127.0.0.1:1")
+
+
+def test_what_holds_a_group_up(world: World) -> None:
+    world.server.details = details([replica("u1")])
+    world.server.details["http_options"] = {"host": "127.0.0.1", "port": world.server.port}
+    world.entries = [entry("u1")]
+    (group,) = world.server.load["groups"]
+    usage = {"bound": "bandwidth", "busy": 0.9, "compute": 0.052, "bandwidth": 0.83}
+    world.server.load = {"groups": [{**group, "usage": usage}]}
+    asked = ("status", "--dashboard", world.server.url)
+    line = "  unified-u1 is bandwidth-bound: 5% of the arithmetic and 83% of the memory bandwidth"
+    assert f"{line} of its machine, 90% of the time" in world.run(*asked).stdout.splitlines()
+    rows = json.loads(world.run(*asked, "--json").stdout)["applications"][0]["rows"]
+    assert [row["usage"] for row in rows] == [None, usage, None]
+    world.server.load = {"groups": [{**group, "usage": {**usage, "bound": "idle"}}]}
+    assert "bound" not in world.run(*asked).stdout
