@@ -15,9 +15,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.config_tree import EMBEDDED_MODEL
 from cluster.gguf_model import GgufError, write_folder
@@ -26,7 +27,7 @@ from workers.file_lock import file_lock
 
 Progress = Callable[[str], None]  # receives one short line a phase
 
-_CONVERTER = 1  # raise when write_folder writes something else from the same file
+_CONVERTER = 2  # raise when write_folder writes something else from the same file
 _LOCK_TIMEOUT_S = 300.0
 _NEEDED_BYTES = 320_000_000
 _WAITING = "another process is converting the model; waiting for it"
@@ -46,6 +47,7 @@ class ModelSource:
     file: str
     sha256: str
     summary: str  # for the terminal
+    sampling: Mapping[str, Any]  # for requests that do not say: keys of generation_config.json
 
 
 SMOLLM2 = ModelSource(
@@ -55,6 +57,8 @@ SMOLLM2 = ModelSource(
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     summary="GGUF Q4_1, 98 MB",
+    # Its model card's. At temperature 1 a model of this size drifts off into other languages.
+    sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},
 )
 
 
@@ -128,7 +132,7 @@ def ensure(
             for sentence in damage:
                 progress(f"{_short(folder)}: {sentence}; converting again")
             gguf_file = _verified_source(source, locate, folder, damage, progress)
-            _convert(gguf_file, folder, made_from, progress)
+            _convert(source, gguf_file, folder, made_from, progress)
     except TimeoutError as error:
         raise EmbeddedModelError(f"{error}; end it (fuser shows which), then try again") from error
     except OSError as error:
@@ -161,7 +165,7 @@ def _verified_source(
     return gguf_file
 
 
-def _convert(gguf_file: Path, folder: Path, made_from: str, progress: Progress) -> None:
+def _convert(source: ModelSource, gguf_file: Path, folder: Path, made_from: str, progress: Progress) -> None:
     """Convert beside the final place and swap in by rename: nobody ever sees a part of it."""
     for stale in folder.parent.glob(f".{folder.name}.tmp-*"):  # of a process that died; we hold the lock
         shutil.rmtree(stale)
@@ -169,7 +173,7 @@ def _convert(gguf_file: Path, folder: Path, made_from: str, progress: Progress) 
     temporary.mkdir()
     try:
         progress(f"converting once to {_short(folder)} (a few seconds)")
-        write_folder(gguf_file, temporary, progress)
+        write_folder(gguf_file, temporary, progress, source.sampling)
         write_manifest(temporary, made_from)
         if folder.exists():
             # Whoever has its files open goes on reading them.

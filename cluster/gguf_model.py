@@ -72,16 +72,19 @@ class GgufModel:
     chat_template: str | None
 
 
-def write_folder(gguf_file: Path, folder: Path, progress: Callable[[str], None]) -> None:
+def write_folder(
+    gguf_file: Path, folder: Path, progress: Callable[[str], None], sampling: Mapping[str, Any] | None = None
+) -> None:
     """Write config, generation config, tokenizer, chat template and weights into an existing folder.
 
+    `sampling`: what the model's authors recommend, for the generation config; a GGUF does not say.
     Raises GgufError for a file that is not of the covered kind, OSError when the disk refuses.
     """
     progress(f"reading {gguf_file.name}")
     reader = gguf.GGUFReader(gguf_file)
     model = read_model(reader)
     _write_json(folder / "config.json", _config(model))
-    _write_json(folder / "generation_config.json", _generation_config(model))
+    _write_json(folder / "generation_config.json", {**_generation_config(model), **(sampling or {})})
     _write_tokenizer(model, folder)
     progress(f"converting {len(reader.tensors)} tensors to bfloat16")
     tensors = {name: to_bfloat16(values) for name, values in _tensors(reader, model)}

@@ -63,6 +63,8 @@ def test_converted_at_the_first_call_and_found_at_the_second(setup: Setup) -> No
     }
     assert {file.name for file in folder.iterdir()} == files | {MANIFEST}
     assert set(json.loads((folder / MANIFEST).read_text())["files"]) == files
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert (generation["do_sample"], generation["temperature"], generation["eos_token_id"]) == (True, 0.25, 2)
     assert setup.ensure() == folder
     assert setup.news == [f"found Tiny in {folder}, hashes match"]
     assert {entry.name for entry in setup.root.iterdir()} == {"Tiny", ".Tiny.lock"}
@@ -199,6 +201,6 @@ def test_the_package_is_found_without_running_it() -> None:
     assert file is not None
     assert file.name == SMOLLM2.file
     missing = ModelSource(
-        name="x", requirement="x", package="no_such_package", file="x", sha256="", summary=""
+        name="x", requirement="x", package="no_such_package", file="x", sha256="", summary="", sampling={}
     )
     assert find_source(missing) is None

@@ -96,6 +96,7 @@ def tiny_source(file: Path) -> ModelSource:
         file=file.name,
         sha256=sha256_file(file),
         summary="GGUF, small",
+        sampling={"do_sample": True, "temperature": 0.25},
     )
 
 
