@@ -33,11 +33,23 @@ from cluster.marked import MARK, end_marked
 from cluster.serve_api import ServeApi, ServeApiError, ServeApiTimeout, read_token, token_path
 
 _TAIL_LINES = 15  # of a log, in an error
-_HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# Ports of Serve with a fixed default, which two clusters of one machine would share without a word. Requests
+# go through the fallback proxy while HAProxy knows of no router: when it is being updated, or has just died.
+_SERVE_PORTS = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
 
 
 class LaunchError(RuntimeError):
     """The cluster or the application did not come up; the message says what to change."""
+
+
+class _RayEnded(LaunchError):
+    """Ray's head process ended before its dashboard answered."""
 
 
 Report = Callable[[str], None]  # receives one line of news while something starts
@@ -87,10 +99,19 @@ def start_local_cluster(
     """Start Ray on this machine, on the loopback address, with token authentication.
 
     `dashboard_port` is a wish: another free one is taken when it is in use. The environment switches for
-    Serve's HAProxy ingress are set here too, for configs that do not carry them.
+    Serve's HAProxy ingress are set here too, for configs that do not carry them. A Ray that ends at once gets
+    a second try: on a busy machine its processes give each other up, and a free port may have been taken.
     """
     report("starting a local Ray cluster")
     _ensure_token()
+    try:
+        return _start_head(num_cpus, dashboard_port, report, timeout_s)
+    except _RayEnded as error:
+        report(f"{str(error).partition(':')[0]}, trying once more")
+    return _start_head(num_cpus, dashboard_port, report, timeout_s)
+
+
+def _start_head(num_cpus: int | None, dashboard_port: int, report: Report, timeout_s: float) -> LocalCluster:
     mark = secrets.token_hex(8)
     folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))  # short: Unix sockets are made inside
     try:
@@ -130,7 +151,7 @@ def start_local_cluster(
     try:
         while not api.is_reachable():
             if head.poll() is not None:
-                raise LaunchError(f"Ray ended at once (code {head.returncode}):\n{_tail(log)}")
+                raise _RayEnded(f"Ray ended at once (code {head.returncode}):\n{_tail(log)}")
             if time.monotonic() > deadline:
                 raise LaunchError(f"Ray's dashboard did not answer in {timeout_s:.0f} s:\n{_tail(log)}")
             time.sleep(0.2)
@@ -241,7 +262,7 @@ def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(folder)),
         **file_switches(folder),
     }
-    for name in _HAPROXY_PORTS:  # two clusters on one machine must not share them
+    for name in _SERVE_PORTS:
         environment.setdefault(name, str(free_port("0.0.0.0")))  # as HAProxy binds it
     # The driver of another cluster must not adopt this one's children, nor this one another address.
     environment.pop("RAY_ADDRESS", None)
@@ -301,4 +322,6 @@ def plain_message(message: str) -> str:
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    """The last lines of a log, without what colours them on a terminal."""
+    text = _COLOUR.sub("", log.read_text(errors="replace"))
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])

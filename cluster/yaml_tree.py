@@ -32,7 +32,7 @@ _AMBIGUOUS = (
     (re.compile(r"[-+]?[0-9][0-9]*(_[0-9_]*)+\Z"), "write the number without underscores"),
     (
         re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][0-9]+\Z|[-+]?[0-9]+[eE][-+]?[0-9]+\Z"),
-        "write 1.0e+5 or 100000",
+        "write it with a point and a sign, as 1.0e+5, or without exponent",
     ),
 )
 

@@ -83,6 +83,15 @@ def test_the_proxy_keeps_its_files_in_the_folder_of_the_cluster(server: Serving)
     assert {file.name for file in folder.glob("*/*")} >= {"haproxy.cfg", "admin.sock"}
 
 
+def test_the_proxys_last_resort_is_of_this_cluster(server: Serving) -> None:
+    """Not what listens on the fixed port that is Serve's default, which may be another cluster."""
+    (file,) = (server.cluster.folder / "h").glob("*/haproxy.cfg")
+    ports = re.findall(
+        r"^ *server .*fallback.* 127\.0\.0\.1:(\d+) check backup", file.read_text(), re.MULTILINE
+    )
+    assert ports and "8500" not in ports
+
+
 @pytest.mark.parametrize(("path", "status"), [(b"/v1/models", 200), (b"/none", 404), (b"/health", 200)])
 @pytest.mark.parametrize(
     ("sent", "shown"),
