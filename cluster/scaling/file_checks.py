@@ -57,7 +57,9 @@ def _delays(path: str, scaling: Mapping[str, Any]) -> Iterable[Problem]:
 
 def _zero_problems(scaled: Mapping[int, Mapping[str, Any]], config: TandemConfig) -> Iterable[Problem]:
     least = {
-        entry.get("name"): entry["autoscaling_config"].get("min_replicas", 1) for entry in scaled.values()
+        name: entry["autoscaling_config"].get("min_replicas", 1)
+        for entry in scaled.values()
+        if isinstance(name := entry.get("name"), str)
     }
     answering = [name for name in config.pools.by_name() if name != "prefill"]
     if answering and all(least.get(name) == 0 for name in answering) and not config.router.http.group_wait_s:

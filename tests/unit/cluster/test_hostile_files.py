@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from cluster.problems import ConfigError
+from cluster.scaling.file_checks import POLICY
 from cluster.validate import check_model, load_deployment
 
+SCALED = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 0, "downscale_delay_s": 0}
 GOOD: dict[str, Any] = {
     "proxy_location": "HeadOnly",
     "http_options": {"host": "127.0.0.1", "port": 8000, "request_timeout_s": 60.0},
@@ -29,8 +31,9 @@ GOOD: dict[str, Any] = {
             },
             "deployments": [
                 {"name": "router", "num_replicas": 1},
-                {"name": "unified", "autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
+                {"name": "unified", "autoscaling_config": SCALED},
             ],
+            "autoscaling_policy": {"policy_function": POLICY, "policy_kwargs": {}},
         }
     ],
 }
