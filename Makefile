@@ -54,6 +54,10 @@ test-faults: install  ## processes that are stopped for longer than others wait 
 test-scale: install  ## updates under load: that succeed, fail, never get their machines, and are taken back
 	$(TEST) tests/integration -m scale
 
+.PHONY: test-rayup
+test-rayup: install  ## `ray up` on three hosts made of namespaces, a few minutes; needs root and Debian's sshd, rsync
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rayup
+
 .PHONY: lint
 lint: install  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
