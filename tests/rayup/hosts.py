@@ -1,9 +1,8 @@
 """Hosts as namespaces: each has an address, process ids, a name, an sshd and files in memory of its own.
 
 Of the machine they share the processor, the kernel and the system's files. A host finds the environment that
-runs the tests as its own `~/tandem/.venv`, already installed (an overlay: nothing it writes there stays), and
-`~/tandem` is empty otherwise; it stands where that environment looks for the project, so what a host runs is
-what was copied to it.
+runs the tests as its own `~/tandem/.venv`, already installed (an overlay: nothing it writes there stays). It
+looks for the project in `~/tandem`, which is empty at first: what a host runs is what was copied to it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +42,12 @@ over() { mount -t overlay -o "lowerdir=$1,upperdir=/mnt/over/$2,workdir=/mnt/wor
 over @VENV@ venv @HOME@/tandem/.venv
 over @CACHE@ cache @HOME@/.cache/tandem
 touch @HOME@/tandem/.venv/.installed
+echo @HOME@/tandem > @HOME@/tandem/.venv/@PACKAGES@/project.pth
 mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o mode=755 tmpfs /run
-mkdir -p /run/sshd @PROJECT@
-mount --rbind @HOME@/tandem @PROJECT@
+mkdir -p /run/sshd
+test -d @VENV@ || { mkdir -p @VENV@ && mount --bind @HOME@/tandem/.venv @VENV@; }
 sed 's#^root:.*#root:x:0:0:root:@HOME@:/bin/bash#; /^sshd:/d' /etc/passwd > /mnt/etc/passwd
 echo 'sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin' >> /mnt/etc/passwd
 echo '127.0.0.1 localhost' > /mnt/etc/hosts
@@ -180,21 +181,10 @@ def _script(host: Host, parts: HostParts) -> str:
         "NAME": host.name,
         "VENV": shlex.quote(sys.prefix),
         "CACHE": shlex.quote(str(parts.cache)),
-        "PROJECT": shlex.quote(_installed_project()),
+        "PACKAGES": sysconfig.get_path("purelib", vars={"base": "."}).removeprefix("./"),
         "HOME": HOME,
     }
     return re.sub("@([A-Z_]+)@", lambda found: words[found[1]], _HOST)
-
-
-def _installed_project() -> str:
-    """Where the environment finds the project when nothing else says so."""
-    program = "import workers; print(workers.__file__)"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd="/", env=environment, capture_output=True, text=True, check=True,
-        timeout=60,
-    )  # fmt: skip
-    return str(Path(done.stdout.strip()).parents[1])
 
 
 def _only_child(pid: int) -> int:

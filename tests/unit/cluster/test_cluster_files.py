@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.unit.cluster.conftest import World
 ROOT = Path(__file__).parents[3]
 RAY_FILES = sorted((ROOT / "cluster" / "ray").glob("*.yaml"))
 ON_PREMISE = ROOT / "cluster" / "ray" / "on-premise.yaml"
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PACKAGES = [name.rstrip("*") for name in SETUPTOOLS["packages"]["find"]["include"]]
 SERVICE = ROOT / "deploy" / "kuberay" / "rayservice.yaml"
 
 
@@ -46,6 +49,12 @@ def test_ray_takes_every_cluster_file(file: Path) -> None:
     assert check_cluster_file(file) is FileKind.RAY_CLUSTER
     for remote, local in config["file_mounts"].items():
         assert local == remote or (remote == f"~/tandem/{local}" and (ROOT / local).exists())
+    assert set(PACKAGES) <= set(config["file_mounts"].values())
+
+
+def test_the_image_has_every_package() -> None:
+    lines = (ROOT / "deploy" / "kuberay" / "Containerfile").read_text().splitlines()
+    assert {f"COPY --chown=tandem {package} {package}" for package in PACKAGES} <= set(lines)
 
 
 @pytest.mark.parametrize("file", RAY_FILES, ids=lambda file: file.name)
