@@ -58,6 +58,10 @@ test-scale: install  ## updates under load: that succeed, fail, never get their 
 test-rayup: install  ## `ray up` on three hosts made of namespaces, a few minutes; needs root and Debian's sshd, rsync
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rayup
 
+.PHONY: test-dashboards
+test-dashboards: install  ## every panel of every dashboard over a cluster under load (needs Debian's prometheus)
+	$(TEST) tests/integration/test_dashboards.py -m dashboards
+
 .PHONY: lint
 lint: install  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

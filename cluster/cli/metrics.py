@@ -52,7 +52,7 @@ def up(
             scraped = (dashboard or (note.dashboard_url if note is not None else DEFAULT_DASHBOARD)).rstrip(
                 "/"
             )
-            config = _through_ray(scraped)
+            config = through_ray(scraped, read_token())
         with interrupts():
             try:
                 with running(program, config, port=port) as prometheus:
@@ -70,9 +70,10 @@ def up(
 Config = Callable[[Path], Mapping[str, Any]]
 
 
-def _through_ray(dashboard: str) -> Config:
+def through_ray(dashboard: str, token: str | None) -> Config:
+    """Scrapes all nodes of a cluster, by its dashboard; `token`: Ray's, when it wants one."""
+
     def config(folder: Path) -> Mapping[str, Any]:
-        token = read_token()
         return scrape.through_ray(
             dashboard,
             token_file=None if token is None else _secret(folder / "token", token),

@@ -30,18 +30,18 @@ _RULES: Final = "alerts.yml"
 UNPACKED: Final = Path.home() / ".cache" / "tandem" / "prometheus" / "usr" / "bin"
 
 
-def find_program(name: str) -> Path | None:
+def find_program(name: str, *, unpacked: Path = UNPACKED) -> Path | None:
     """`prometheus` or `promtool`: installed, or unpacked into ~/.cache/tandem/prometheus."""
     installed = shutil.which(name)
     if installed is not None:
         return Path(installed)
-    unpacked = UNPACKED / name
-    return unpacked if os.access(unpacked, os.X_OK) else None
+    program = unpacked / name
+    return program if os.access(program, os.X_OK) else None
 
 
-def need_prometheus() -> Path:
+def need_prometheus(*, unpacked: Path = UNPACKED) -> Path:
     """Raises ObserveError where there is none."""
-    program = find_program("prometheus")
+    program = find_program("prometheus", unpacked=unpacked)
     if program is None:
         raise ObserveError("Prometheus is not installed: apt install prometheus")
     return program

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from cluster.launch import free_port
 from cluster.observe.answers import Range, ask, filled
 from cluster.observe.local_prometheus import find_program, running
 from cluster.observe.preview import preview
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.skipif(
 )
 END = START + (NUM_STEPS - 1) * STEP_S
 TIMES = Range(start=END - 120, end=END, step_s=60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,8 @@ def test_a_page_in_grafanas_json() -> None:
     board = page.json()
     assert board["tags"] == [TAG]
     assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "model", "group"]
-    assert board["templating"]["list"][2]["definition"] == 'label_values(b{model=~"$model"}, group)'
+    query = board["templating"]["list"][2]["query"]
+    assert query == {"query": 'label_values(b{model=~"$model"}, group)', "refId": "Group"}
     assert [row["gridPos"] for row in board["panels"]] == [
         {"x": 0, "y": 0, "w": 24, "h": 1},
         {"x": 0, "y": 1, "w": 16, "h": 4},

@@ -1,0 +1,89 @@
+"""`tandem dashboards` and `tandem metrics`: what they write, say, and exit with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from cluster.cli.services import Services
+from cluster.observe import local_prometheus
+from cluster.observe.local_prometheus import need_prometheus
+from cluster.observe.prometheus_api import ObserveError
+from cluster.running import RunningNote
+from dashboards.pages import PAGES, files
+from tests.unit.dashboards.grafana_double import TOKEN, GrafanaDouble
+
+
+def tandem(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and everything that is printed."""
+    result = CliRunner().invoke(app, list(arguments), obj=Services(note=RunningNote(tmp_path / "note")))
+    return result.exit_code, result.output
+
+
+def test_build_writes_what_is_shipped_with_the_folder_as_path(tmp_path: Path) -> None:
+    out = tmp_path / "grafana"
+    code, said = tandem(tmp_path, "dashboards", "build", "-o", str(out))
+    assert (code, said.splitlines()[0]) == (0, str(out / "tandem" / "fleet.json"))
+    written = {str(file.relative_to(out)): file.read_text() for file in out.rglob("*") if file.is_file()}
+    assert written == files(str(out / "tandem"))
+
+
+def test_check_finds_nothing_wrong(tmp_path: Path) -> None:
+    code, said = tandem(tmp_path, "dashboards", "check", "--json")
+    found = json.loads(said)
+    assert (code, found["problems"], found["pages"], found["queries_asked"]) == (0, [], list(PAGES), 0)
+
+
+def test_check_and_preview_name_a_prometheus_that_is_not_there(tmp_path: Path) -> None:
+    for command in (("check",), ("preview", "-o", str(tmp_path / "page.html"))):
+        code, said = tandem(tmp_path, "dashboards", *command, "--prometheus", "http://127.0.0.1:1/")
+        assert code == 1
+        assert "no Prometheus answers at http://127.0.0.1:1 " in said
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_push_says_what_became_of_each_thing(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    with GrafanaDouble() as grafana:
+        push = ("dashboards", "push", "--grafana", grafana.url + "/", "--token-file", str(token))
+        code, said = tandem(tmp_path, *push)
+    assert code == 0
+    assert said.splitlines()[:2] == ["created   folder Tandem", "created   page Tandem / Fleet"]
+
+
+@pytest.mark.parametrize("text", ["", "two words\n", "schlüssel"])
+def test_a_file_without_a_token_is_refused(text: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(text, encoding="utf-8")
+    code, said = tandem(
+        tmp_path, "dashboards", "push", "--grafana", "http://127.0.0.1:1", "--token-file", str(token)
+    )
+    assert code == 1
+    assert "holds no token: one line of ASCII" in said
+
+
+def test_a_file_of_a_token_that_is_not_there_is_named(tmp_path: Path) -> None:
+    code, said = tandem(
+        tmp_path, "dashboards", "push", "--grafana", "http://127.0.0.1:1", "--token-file", "/nowhere/token"
+    )
+    assert (code, "/nowhere/token: No such file" in said) == (1, True)
+
+
+def test_without_prometheus_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ObserveError, match=r"^Prometheus is not installed: apt install prometheus$"):
+        need_prometheus(unpacked=tmp_path)
+    assert local_prometheus.find_program("prometheus", unpacked=tmp_path) is None
+
+
+def test_help_says_what_there_is(tmp_path: Path) -> None:
+    code, said = tandem(tmp_path, "dashboards", "--help")
+    assert code == 0
+    for command in ("build", "check", "push", "preview"):
+        assert command in said
+    assert "up" in tandem(tmp_path, "metrics", "--help")[1]
