@@ -145,12 +145,23 @@ def _run(
 ) -> None:
     """Runs each load, prints its row, writes the report. Exit code 1 when nothing was answered."""
     rows: list[dict[str, Any]] = []
+    models: list[ServedModel] = []
+
+    def noted(make: Callable[[ServedModel], Iterable[Due]]) -> Callable[[ServedModel], Iterable[Due]]:
+        """The same, remembering the model that it was asked for."""
+
+        def give(model: ServedModel) -> Iterable[Due]:
+            models.append(model)
+            return make(model)
+
+        return give
+
     samples: dict[str, Sequence[Outcome]] = {}
     with Phases(terminal) as phases:
         for name, make in runs.items():
             phases.start(f"{name}: sending")
             try:
-                outcomes = services_of(context).run_load(server, make, phases.start)
+                outcomes = services_of(context).run_load(server, noted(make), phases.start)
             except ServerUnusable as error:
                 raise CommandFailed(str(error)) from error
             samples[name] = outcomes
@@ -158,7 +169,7 @@ def _run(
     report = Report(
         kind=kind,
         rows=rows,
-        config={"url": server.url, "timeout_s": server.timeout_s},
+        config={"url": server.url, "timeout_s": server.timeout_s, **asdict(models[-1])},
         load={**load, "limits": asdict(limits)},
         samples={name: [asdict(outcome) for outcome in found] for name, found in samples.items()},
         ceilings={},

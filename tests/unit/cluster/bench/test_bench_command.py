@@ -217,6 +217,7 @@ def test_serve_at_several_rates(bench: Bench, tmp_path: Path) -> None:
     assert [row["load"] for row in report["rows"]] == ["1/s", "2.5/s"]
     assert report["rows"][0]["good_share"] == 0.0  # TPOT is 100 ms
     assert report["samples"]["1/s"][0]["token_s"] == [0.2, 0.3, 0.4]
+    assert report["config"]["name"] == "m" and report["config"]["max_model_len"] == 512
     assert report["load"]["limits"] == {"ttft_ms": 250.0, "tpot_ms": 90.0}
 
 
