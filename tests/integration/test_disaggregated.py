@@ -267,16 +267,24 @@ def exchanged_now(server: Serving) -> float:
     )
 
 
+def num_placed(server: Serving) -> float:
+    """Requests, by any choice of who gives blocks."""
+    counts = server.counts()
+    return sum(value for name, value in counts.items() if name.startswith("tandem_kv_source_decisions_total"))
+
+
 def test_a_killed_prefill_group_costs_no_answer(server: Serving, unified: one_process.Serving) -> None:
     bodies = [COMMON | {"prompt": prompt(f"killed {i}", 1000), "temperature": 0} for i in range(7)]
     lost = ready(server)["prefill"]["group"]
     (pid,) = server.rank_pids(lost)
     redirected = server.counts()["tandem_kv_redirects_total none"]
+    placed_before = num_placed(server)
     with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
         early = [pool.submit(ask, server, body) for body in bodies[:3]]
         time.sleep(0.05)
         os.kill(pid, signal.SIGSTOP)  # so that requests are in flight for certain
         late = [pool.submit(ask, server, body) for body in bodies[3:6]]
+        wait_for(lambda: num_placed(server) - placed_before >= 6, 20.0, "the requests were not placed")
         time.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
         answers = [asked.result(timeout=30.0) for asked in early + late]
