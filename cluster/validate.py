@@ -43,6 +43,7 @@ class Deployment:
     port: int
     route_prefix: str  # what paths of the API begin with: "/" or "/name"
     num_replicas: dict[str, int]  # by deployment name; the least when autoscaling
+    most_replicas: dict[str, int]  # likewise; the most
 
     @property
     def url(self) -> str:
@@ -50,9 +51,9 @@ class Deployment:
         return ingress_url(self.host, self.port) + self.route_prefix.rstrip("/")
 
     def num_cpus(self) -> int:
-        """CPUs that its groups set aside together."""
+        """CPUs that its groups set aside together, as many as there may be."""
         total: float = sum(
-            self.num_replicas.get(name, 1) * bundle["CPU"]
+            self.most_replicas.get(name, 1) * bundle["CPU"]
             for name, pool in self.config.pools.by_name().items()
             for bundle in pool.bundles()
         )
@@ -112,7 +113,14 @@ def load_deployment(
         port=http.get("port", 8000),
         route_prefix=app.get("route_prefix", "/"),
         num_replicas={
-            entry["name"]: _least_replicas(entry) for entry in app.get("deployments") or () if "name" in entry
+            entry["name"]: _replicas(entry, "min_replicas")
+            for entry in app.get("deployments") or ()
+            if "name" in entry
+        },
+        most_replicas={
+            entry["name"]: _replicas(entry, "max_replicas")
+            for entry in app.get("deployments") or ()
+            if "name" in entry
         },
     )
 
@@ -189,9 +197,9 @@ def _missing_file(file: Path) -> Problem:
     return Problem(path="", message="no such file", hint=f"Tandem ships {shipped}", file=str(file))
 
 
-def _least_replicas(entry: dict[str, Any]) -> int:
+def _replicas(entry: dict[str, Any], bound: str) -> int:
     scaling = entry.get("autoscaling_config")
     if isinstance(scaling, dict):
-        return int(scaling.get("min_replicas", 1))
+        return int(scaling.get(bound, 1))
     replicas = entry.get("num_replicas")
     return replicas if isinstance(replicas, int) else 1

@@ -111,6 +111,7 @@ def test_deployments_and_pools_name_each_other(tmp_path: Path, old: str, new: st
 
 def test_a_pool_of_the_command_line_needs_a_deployment_too() -> None:
     assert load_deployment(FILE, assignments=["pools.decode.tensor_parallel=3"]).num_cpus() == 2
+    assert load_deployment(FILE.with_name("local-autoscaled.yaml")).num_cpus() == 2  # three of a half
     for assignment, said in (
         ("pools.unified.tensor_parallel=1", "command line:pools.unified: a pool without an entry"),
         ("pools.decode.cache.block_size=8", "command line:pools.decode.cache.block_size: groups cannot read"),
