@@ -152,9 +152,11 @@ async def run(replay: Replay, options: argparse.Namespace, console: Console) -> 
     async with httpx.AsyncClient(
         trust_env=False, timeout=300.0, limits=httpx.Limits(max_connections=None)
     ) as client:
-        most = await measure_rate(replay, client)
-        console.print(f"one group: {most:.2f} requests/s of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens")
-        await asyncio.sleep(15.0)  # what was measured is no load
+        most = options.rate
+        if most is None:
+            most = await measure_rate(replay, client)
+            console.print(f"one group: {most:.2f} requests/s of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens")
+            await asyncio.sleep(15.0)  # what was measured is no load
         start_s, end_s = options.quiet_s, options.quiet_s + options.burst_s
         replay.began_s = time.monotonic()
 
@@ -230,6 +232,7 @@ def main() -> None:
     parser.add_argument("--burst-s", type=float, default=90.0)
     parser.add_argument("--after-s", type=float, default=100.0)
     parser.add_argument("--share", type=float, default=1.3, help="of what one group can, in the burst")
+    parser.add_argument("--rate", type=float, help="requests a second of one group, instead of measuring it")
     parser.add_argument("--most", type=int, default=2, help="groups")
     parser.add_argument("--ttft-s", type=float, default=1.5)
     parser.add_argument("--tpot-s", type=float, default=0.5)
