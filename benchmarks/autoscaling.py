@@ -152,8 +152,9 @@ async def run(replay: Replay, options: argparse.Namespace, console: Console) -> 
     async with httpx.AsyncClient(
         trust_env=False, timeout=300.0, limits=httpx.Limits(max_connections=None)
     ) as client:
-        most = options.rate
-        if most is None:
+        given: float | None = options.rate
+        most = given or 0.0
+        if given is None:
             most = await measure_rate(replay, client)
             console.print(f"one group: {most:.2f} requests/s of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens")
             await asyncio.sleep(15.0)  # what was measured is no load
