@@ -1,17 +1,12 @@
-"""Percentiles, and what a load test says of its requests. Plain numbers."""
+"""What a load test says of its requests. Plain numbers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` % do not exceed; nothing is invented between samples."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+from cluster.percentile import percentile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import typer
 from cluster.bench.chart_process import draw
 from cluster.bench.child import MeasuringFailed
 from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, Order, SweepOrder
+from cluster.bench.pool_check import pool_row
 from cluster.bench.report import write_report
 from cluster.cli import bench_tables
 from cluster.cli.load import replay, serve
@@ -23,7 +24,6 @@ from cluster.config_tree import EMBEDDED_MODEL
 from cluster.embedded import canonical_path, model_folder
 from cluster.plan.calibration import keep_calibration
 from cluster.plan.memory import DoesNotFit
-from cluster.plan.pool_check import pool_row
 
 app = typer.Typer(help="Measure this machine, the engine, or a running server.", no_args_is_help=True)
 app.command()(serve)

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from cluster.bench.latency import percentile
+from cluster.percentile import percentile
 from cluster.plan.demand import Demand
 from cluster.plan.step_cost import StepCost
 
