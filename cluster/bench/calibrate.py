@@ -1,8 +1,8 @@
 """Measures ceilings and engine steps, fits the cost of a step, and checks it on shapes it has not seen.
 
 Steps of a pass: decoding at several batches and contexts, single prompts of several lengths, one batch whose
-prompts and decode rows share steps; then the checks. Passes are repeated while time lasts, so that a moment
-in which the machine is disturbed is outvoted: a sample is the median of equal shapes.
+prompts and decode rows share steps; the checks between them. Passes are repeated while time lasts, so that a
+moment in which the machine is disturbed is outvoted: a sample is the median of equal shapes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _NEW_TOKENS = 24
 _DECODES = ((1, 128), (1, 1024), (4, 128), (8, 128), (8, 1024), (16, 128), (32, 128), (64, 64), (128, 32))
 _MIXED = (32, 128)  # of which the steps with prompts are kept, too
 _PROMPTS = (16, 64, 128, 256, 512, 2048)  # single
-_CHECK_BATCHES = (1, 8, 32)
+# Checked right after these, because the machine changes its mood in the course of a pass.
+_CHECK_AFTER = ((1, 1024), (8, 1024), (32, 128))
 _CHECK_PROMPT, _CHECK_CONTEXT, _CHECK_TOKENS = 200, 96, 48
 
 Report = Callable[[str], None]
@@ -114,13 +115,17 @@ class _Session:
                 for step in steps:
                     if step.shape.prefill_tokens:
                         self._seconds[step.shape].append(step.seconds)
-        for batch in _CHECK_BATCHES:
-            report(f"check batch {batch}")
-            filled = self._run(batch, self._check_prompt, 1)
-            seconds = sum(step.seconds for step in filled.steps)
-            self._prefill[batch].append(batch * self._check_prompt / seconds)
-            steps = _full_rows(self._run(batch, self._check_context, _CHECK_TOKENS).steps, batch)
-            self._decode[batch].append(batch * len(steps) / sum(step.seconds for step in steps))
+            if (batch, length) in _CHECK_AFTER:
+                report(f"check batch {batch}")
+                self._check(batch)
+
+    def _check(self, batch: int) -> None:
+        """Rates at shapes that are not fitted."""
+        filled = self._run(batch, self._check_prompt, 1)
+        seconds = sum(step.seconds for step in filled.steps)
+        self._prefill[batch].append(batch * self._check_prompt / seconds)
+        steps = _full_rows(self._run(batch, self._check_context, _CHECK_TOKENS).steps, batch)
+        self._decode[batch].append(batch * len(steps) / sum(step.seconds for step in steps))
 
     def samples(self) -> list[Sample]:
         """One for each shape, its median."""
@@ -132,7 +137,7 @@ class _Session:
     def checks(self, cost: StepCost) -> list[dict[str, Any]]:
         """Measured beside predicted rates, in tokens a second, on shapes that were not fitted."""
         rows = []
-        for batch in _CHECK_BATCHES:
+        for batch, _ in _CHECK_AFTER:
             context = self._check_context + _CHECK_TOKENS // 2
             decode = cost.decode_tokens_per_s(batch, context)
             prefill = cost.prefill_tokens_per_s(self._check_prompt, prompts=batch)
