@@ -15,6 +15,7 @@ from workers.types import GroupId, GroupStats, RequestId, Role
 
 _MIN_OBSERVED_TOKENS = 128  # less than this says more about the length of a step than about the rate
 _LEARNING_RATE = 0.2  # least share of a new observation in the mean; the first ones count fully
+_DOUBTED_RATES = 2  # observations that the mean of all groups weighs against a group's own
 _RECENT_HALF_LIFE_S = 300.0
 _STATS_UNTIL_COUNTED = 2
 
@@ -137,6 +138,7 @@ class LoadTracker:
         self._num_rates += 1
         mean = self._view.prefill_tokens_per_s or 0.0
         share = max(_LEARNING_RATE, 1.0 / self._num_rates)
+        self._view.rate_trust = self._num_rates / (self._num_rates + _DOUBTED_RATES)
         self._view.prefill_tokens_per_s = max(mean + share * (tokens_per_s - mean), 1.0)
 
     def _recent(self, now_s: float) -> float:

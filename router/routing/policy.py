@@ -14,9 +14,14 @@ Every group gets a cost in predicted milliseconds, the sum of terms that are kep
               otherwise take turns, and an idle group gets its share of a hot prefix after a while
 
 Lowest cost first; equal costs go to the group with fewer requests of ours, then by a hash of prompt and
-group, so that all router replicas spread cold prompts alike. Rates are measured (`load`); a group that
-has not been measured yet is taken to be like the others. Choices in which two groups take part are made in
-`pairing`.
+group, so that all router replicas spread cold prompts alike. Rates are measured (`load`); a group that has
+not been measured yet is taken to be like the others, and one that has been measured a few times is in
+between: the rate of a few prompts says as much of their length as of the group. Choices in which two groups
+take part are made in `pairing`.
+
+Of many groups only a few can be among the best. The cost of each is worked out in one plain loop, without its
+terms (`quick_costs`), and the groups that may come among the `KEEP` cheapest (`shortlist`) are ranked: so the
+first `KEEP` choices are those that ranking every group would give, in the same order.
 """
 
 from __future__ import annotations
@@ -82,6 +87,7 @@ class GroupLoad:
     group_id: GroupId
     block_size: int  # tokens
     prefill_tokens_per_s: float | None = None  # None: not measured yet
+    rate_trust: float = 1.0  # share of it, against the mean of all groups, in the rate that is reckoned with
     step_s: float | None = None  # length of a step
     waiting_tokens: int = 0  # prompt tokens not computed yet, as the group says
     num_running: int = 0
@@ -200,7 +206,7 @@ def cost_terms(
     request: RequestView, load: GroupLoad, uncached: int, baseline: Baseline, config: PolicyConfig
 ) -> dict[str, float]:
     """Cost of a request on a group, ms. `uncached`: prompt tokens that it computes there."""
-    ms_per_token = 1000.0 / (load.prefill_tokens_per_s or baseline.prefill_tokens_per_s)
+    ms_per_token = _ms_per_token(load, baseline)
     step_ms = 1000.0 * (load.step_s or baseline.step_s)
     ahead_tokens = config.balance_tokens * (load.recent_requests - baseline.recent_requests)
     sharing = load.num_running + load.num_waiting + load.charged_requests
@@ -271,8 +277,7 @@ def quick_costs(
         if cached > last:
             cached = last // size * size
         uncached = num - cached
-        rate = load.prefill_tokens_per_s
-        ms_per_token = 1000.0 / rate if rate else baseline_ms_per_token
+        ms_per_token = _ms_per_token(load, baseline)
         step_s = load.step_s or baseline.step_s
         sharing = load.num_running + load.num_waiting + load.charged_requests
         share = base_share + per_sequence * sharing
@@ -290,6 +295,17 @@ def quick_costs(
         queue = (load.waiting_tokens + charged) * ms_per_token
         costs.append((queue, uncached * share * ms_per_token, rest))
     return costs
+
+
+def _ms_per_token(load: GroupLoad, baseline: Baseline) -> float:
+    """Of a prompt on a group: the geometric mean of its own rate and that of all, as far as it is trusted."""
+    rate, trust = load.prefill_tokens_per_s, load.rate_trust
+    if rate is None:
+        return 1000.0 / baseline.prefill_tokens_per_s
+    if trust == 1.0:
+        return 1000.0 / rate
+    own_share: float = (rate / baseline.prefill_tokens_per_s) ** trust
+    return 1000.0 / (baseline.prefill_tokens_per_s * own_share)
 
 
 def silent_cost_ms(load: GroupLoad, config: PolicyConfig) -> float:

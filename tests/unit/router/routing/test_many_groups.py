@@ -37,6 +37,7 @@ def some_groups(draw: random.Random, count: int, role: Role, *, is_idle: bool = 
         )
         if not is_idle:
             load.prefill_tokens_per_s = draw.choice([None, 1500.0, draw.uniform(500, 5000)])
+            load.rate_trust = draw.choice([1.0, draw.random()])
             load.step_s = draw.choice([None, draw.uniform(0.01, 0.1)])
             load.waiting_tokens = draw.choice([0, 0, draw.randrange(30_000)])
             load.charged_tokens = draw.choice([0, 0, draw.randrange(20_000)])

@@ -74,6 +74,15 @@ def test_slow_groups_count_their_own_rates() -> None:
     assert order(rank(REQUEST, [slow, fast], {A: 40, B: 10}, CONFIG)) == [B, A]
 
 
+def test_a_rate_that_is_hardly_known_counts_little() -> None:
+    slow = load(A, prefill_tokens_per_s=1000.0, waiting_tokens=1000)  # the mean with B is 2500
+    queues = []
+    for trust in (0.0, 0.5, 1.0):
+        ranked = rank(REQUEST, [replace(slow, rate_trust=trust), load(B)], {}, CONFIG)
+        queues.append(next(choice.terms["queue"] for choice in ranked if choice.group_id == A))
+    assert queues == pytest.approx([400.0, 1000.0 / (2500 * 0.4**0.5) * 1000, 1000.0])
+
+
 def test_at_least_the_last_token_is_computed() -> None:
     assert split_prompt(32, 16, 2) == (16, 16)
     assert split_prompt(33, 16, 2) == (32, 1)
@@ -189,6 +198,7 @@ def test_rates_are_a_mean_in_which_the_first_ones_count_fully() -> None:
         means.append(load_of_a.view(0.0, 0.0).prefill_tokens_per_s)
     assert means[:3] == pytest.approx([1000.0, 1500.0, 4000.0 / 3])
     assert means[-1] == pytest.approx(0.8 * means[-2] + 0.2 * 10_000.0)
+    assert load_of_a.view(0.0, 0.0).rate_trust == 7 / 9
 
 
 def test_recent_requests_halve_every_five_minutes() -> None:
