@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.launch import LocalCluster, deploy, wait_ready
 from tests.integration.serving import (
@@ -92,6 +93,53 @@ def test_both_routers_serve_and_reach_the_same_cache(server: Serving) -> None:
         if line.startswith("tandem_requests_inflight{")
     }
     assert len(living) == 2
+
+
+def test_ray_serves_our_series_beside_its_own(server: Serving) -> None:
+    """What Prometheus finds by Ray's service discovery says the same as `/metrics`."""
+    body = {"model": server.model, "prompt": "One two three", "max_tokens": 3, "ignore_eos": True}
+    assert server.post("/v1/completions", body).status_code == 200
+    names = (
+        *("tandem_requests_total", "tandem_ttft_seconds_count", "tandem_ttft_seconds_sum"),
+        *("tandem_ttft_seconds_bucket", "tandem_stage_seconds_count", "tandem_engine_up"),
+        *("tandem_engine_generated_tokens_total", "tandem_engine_step_seconds_count", "tandem_kv_blocks"),
+    )
+
+    def exported() -> bool:
+        own, of_ray = server.get("/metrics").text, ray_metrics(server)
+        assert "ray_node_cpu_count" in of_ray
+        living = {  # totals also tell of those that have left
+            sample.labels.get("replica", sample.labels.get("group", ""))
+            for family in text_string_to_metric_families(own)
+            for sample in family.samples
+            if sample.name in ("tandem_requests_inflight", "tandem_engine_running")
+        }
+        expected = sums(own, "", names, living)
+        has_counted = expected["tandem_requests_total"] > 0  # a router tells the others once a second
+        return has_counted and sums(of_ray, "ray_", names, living) == pytest.approx(expected)
+
+    wait_for(exported, 60.0, "Ray's metrics and ours differ")
+
+
+def ray_metrics(server: Serving) -> str:
+    """The page of the machine's agent, found as Prometheus finds it."""
+    api = server.cluster.api
+    headers = {"authorization": f"Bearer {api.token}"}
+    found = httpx.get(f"{api.url}/api/prometheus/sd", headers=headers, timeout=10.0, trust_env=False)
+    (target,) = found.json()[0]["targets"][:1]
+    return httpx.get(f"http://{target}/metrics", timeout=10.0, trust_env=False).text
+
+
+def sums(page: str, prefix: str, names: tuple[str, ...], of: set[str]) -> dict[str, float]:
+    """By name, over all series of these replicas and groups."""
+    totals = dict.fromkeys(names, 0.0)
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            owner = sample.labels.get("replica", sample.labels.get("group"))
+            name = sample.name.removeprefix(prefix)
+            if sample.name.startswith(prefix) and name in totals and owner in of:
+                totals[name] += sample.value
+    return totals
 
 
 def test_counts_of_both_routers_add_up_through_the_public_port(server: Serving) -> None:
