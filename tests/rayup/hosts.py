@@ -46,8 +46,8 @@ echo @HOME@/tandem > @HOME@/tandem/.venv/@PACKAGES@/project.pth
 mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount -t tmpfs -o mode=755 tmpfs /run
-mkdir -p /run/sshd
-test -d @VENV@ || { mkdir -p @VENV@ && mount --bind @HOME@/tandem/.venv @VENV@; }
+mkdir -p /run/sshd @VENV@
+mount --bind @HOME@/tandem/.venv @VENV@
 sed 's#^root:.*#root:x:0:0:root:@HOME@:/bin/bash#; /^sshd:/d' /etc/passwd > /mnt/etc/passwd
 echo 'sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin' >> /mnt/etc/passwd
 echo '127.0.0.1 localhost' > /mnt/etc/hosts

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.rayup, pytest.mark.timeout(400, func_only=True)]
 
 PORT = 8000
 QUESTION = "The capital of France is"
-STORIES = [f"Story number {i}. Once upon a time there was a" for i in range(4)]
+STORIES = [f"Story number {i}. Once upon a time there was a" for i in range(6)]
 # The machine is small and all hosts share it: little cache, one thread a rank.
 SMALL = ["pools.unified.cache.num_blocks=600", "pools.unified.parallel.threads_per_rank=1"]
 
@@ -106,7 +106,8 @@ def test_ranks_of_one_group_on_two_hosts(site: Site) -> None:
     assert [stream.error for stream in streams] == [""] * len(STORIES)
     again = [site.client.complete(story, 16) for story in STORIES]
     assert [stream.text for stream in streams] == again
-    assert "come by memory" not in "".join(rank_logs(host) for host in site.workers)
+    said = "".join(host.read_logs("worker-*") for host in site.workers)
+    assert said.count("the ranks are on several machines: they add up over the network") >= 2
 
 
 def test_outside_the_cluster_only_the_api_answers(site: Site) -> None:
@@ -125,33 +126,38 @@ def test_prefill_on_one_host_and_decode_on_the_other(site: Site) -> None:
     small = {"cache": {"num_blocks": 600}, "parallel": {"threads_per_rank": 1}}
     pool = {**app["args"]["pools"]["unified"], **small}
     app["args"]["pools"] = {"prefill": pool, "decode": pool}
+    # Every prompt is worth reading, however short it is.
+    app["args"]["router"]["placement"] = {"interference_weight": 1000.0, "transfer_ms": 0.0}
     router, _ = app["deployments"]
     app["deployments"] = [router, {"name": "prefill"}, {"name": "decode"}]
     site.head.write("two-pools.yaml", yaml.safe_dump(tree))
     site.operator.on_head("tandem down", timeout_s=90)
     site.deploy("~/two-pools.yaml")
     assert site.ranks() == [0, 1, 1]
-    prompt = "One fine day in the garden. " * 60
-    first = site.client.complete(prompt, 24)
-    assert site.client.complete(prompt, 24) == first
-    logs = [rank_logs(host) for host in site.workers]
-    assert any("come by sockets" in log for log in logs), logs
+    prompt = "One fine day in the garden. " * 40
+    first = site.client.complete(prompt, 16)
+    assert site.client.complete(prompt, 16) == first
+
+    def transports() -> list[str]:
+        return [reads["transport"] for group in site.client.groups() for reads in group["reads"]]
+
+    assert wait_for(lambda: transports() == ["sockets"], 20), transports()
 
 
 def test_a_lost_host_costs_a_pause_and_no_request(site: Site) -> None:
     site.operator.on_head("tandem down", timeout_s=90)
     site.deploy("~/tandem/deploy/cluster.yaml", *SMALL)
     assert site.ranks() == [0, 1, 1]
-    with site.client.streams(STORIES, 120) as streams:
+    with site.client.streams(STORIES, 200) as streams:
         pass
     assert [stream.error for stream in streams] == [""] * len(STORIES)
     expected = [stream.text for stream in streams]
 
     victim = site.workers[1]
-    with site.client.streams(STORIES, 120) as streams:
+    with site.client.streams(STORIES, 200) as streams:
         assert wait_for(lambda: all(len(stream.times_s) > 10 for stream in streams), 30)
-        running = [group["running"] for group in site.client.groups()]
-        assert min(running) > 0, f"every group must be at work when one is lost: {running}"
+        # Every group must be at work when one is lost; groups tell their load once a second.
+        assert wait_for(lambda: min(group["running"] for group in site.client.groups()) > 0, 10)
         lost_at_s = time.monotonic()
         victim.kill()
         assert not victim.is_alive
@@ -173,7 +179,7 @@ def test_a_lost_host_costs_a_pause_and_no_request(site: Site) -> None:
 
 def test_down_leaves_no_process_on_the_hosts(site: Site) -> None:
     started = time.monotonic()
-    site.operator.on_head("tandem down", timeout_s=120)
+    site.operator.on_head("tandem down && serve shutdown --yes", timeout_s=180)
     site.operator.down(timeout_s=150)
     say(started, "ray down has returned")
     alive = [host for host in site.hosts if host.is_alive]
@@ -202,10 +208,6 @@ def num_nodes(operator: Operator) -> int:
     program = "import ray; ray.init(address='auto'); print('N', sum(n['Alive'] for n in ray.nodes()))"
     output = operator.on_head(f'python -c "{program}" 2>/dev/null', timeout_s=60)
     return int(output.rpartition("N ")[2].split()[0])
-
-
-def rank_logs(host: Host) -> str:
-    return host.read_logs("worker-*")
 
 
 def keep_logs(hosts: list[Host]) -> None:
