@@ -72,15 +72,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
             host.start(parts, folder / f"{host.name}.log")
         operator.fill_in(head, workers)
         say(started, "three hosts with sshd")
-        for attempt in (1, 2):  # Ray gives a node 30 s to start, and does not try again by itself
-            operator.up(timeout_s=240)
-            say(started, f"ray up has returned (attempt {attempt})")
-            if wait_for(lambda: all(host.processes("raylet/raylet") for host in hosts), 90) and wait_for(
-                lambda: num_nodes(operator) == len(hosts), 60
-            ):
-                break
-        else:
-            pytest.fail(f"not all nodes came:\n{head.read_logs('monitor*')[-4000:]}")
+        bring_up(operator, hosts, started)
         say(started, "all nodes are there")
         client = Client(f"http://{head.address}:{PORT}", operator.api_key)
         yield Site(operator, head, (workers[0], workers[1]), client)
@@ -187,6 +179,23 @@ def test_down_leaves_no_process_on_the_hosts(site: Site) -> None:
     is_gone = wait_for(lambda: not any(host.processes() for host in alive), 120)
     assert is_gone, f"still there: {[host.processes() for host in alive]}"
     say(started, "the hosts have nothing to do any more")
+
+
+def bring_up(operator: Operator, hosts: list[Host], started: float) -> None:
+    """`ray up` until all nodes are there: Ray gives one 30 s to start, and does not try again by itself."""
+    for attempt in (1, 2, 3):
+        try:
+            operator.up(timeout_s=240)
+        except AssertionError as error:
+            problem = str(error)
+            continue
+        say(started, f"ray up has returned (attempt {attempt})")
+        if wait_for(lambda: all(host.processes("raylet/raylet") for host in hosts), 90) and wait_for(
+            lambda: num_nodes(operator) == len(hosts), 60
+        ):
+            return
+        problem = hosts[0].read_logs("monitor*")[-4000:]
+    pytest.fail(f"not all nodes came:\n{problem}")
 
 
 def say(started: float, news: str) -> None:
