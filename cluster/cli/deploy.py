@@ -185,7 +185,8 @@ def down(context: typer.Context, dashboard: DashboardOption = None, as_json: Jso
         else:
             names = sorted(api.details().get("applications", {}))
             phases.start(f"stopping {', '.join(names) or 'nothing: no application is deployed'}")
-            api.remove_applications()
+            if names:  # asking for none would start Serve, with its own ideas of ports, where it does not run
+                api.remove_applications()
             while api.details().get("applications"):
                 _wait_until(deadline, f"Serve still stops {', '.join(names)}")
         if as_json:

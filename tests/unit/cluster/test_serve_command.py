@@ -220,6 +220,13 @@ def test_down_removes_what_is_deployed(world: World) -> None:
     assert world.server.puts == [{"http_options": {"port": 8000}, "applications": []}]
 
 
+def test_down_asks_for_nothing_where_nothing_is_deployed(world: World) -> None:
+    """Serve would start for it, on its own port, and keep it whatever a deployment says later."""
+    world.server.details = {"applications": {}}
+    assert world.run("down", "--dashboard", world.server.url).exit_code == 0
+    assert world.server.puts == []
+
+
 def test_down_ends_a_running_serve(world: World) -> None:
     serving = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
