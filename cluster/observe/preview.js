@@ -55,6 +55,16 @@ function stat(box, panel) {
   if (warn !== undefined) number.style.color = last >= bad ? "#e02f44" : last >= warn ? "#c98a00" : "#2f8f2f";
 }
 
+function pale(color) {
+  // As good as translucent on white, and of a stack what lies below shows unmixed.
+  const parts = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
+  return `rgb(${parts.map((part) => Math.round(255 - 0.45 * (255 - part))).join(",")})`;
+}
+
+function clock(second) {
+  return new Date(second * 1000).toISOString().slice(11, DATA.end - DATA.start < 600 ? 19 : 16);
+}
+
 function stacked(series) {
   const sums = [];
   return series.map((row) => row.values.map((value, index) => {
@@ -75,13 +85,16 @@ function lines(box, panel) {
   const axis = (extra) => ({ stroke: "#6a737d", font: "10px sans-serif", grid: { stroke: "#eceef0", width: 1 },
     ticks: { show: false }, ...extra });
   new uPlot({
-    width, height: 170, legend: { show: false }, cursor: { show: false },
+    width, height: 165, padding: [8, 8, 0, 0], legend: { show: false }, cursor: { show: false },
     scales: { y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.08 : 1] } },
-    axes: [axis({ size: 26 }), axis({ size: 62, values: (_, ticks) => ticks.map((tick) => shown(tick, panel.unit)) })],
+    axes: [
+      axis({ size: 24, space: 70, values: (_, ticks) => ticks.map(clock) }),
+      axis({ size: 62, values: (_, ticks) => ticks.map((tick) => shown(tick, panel.unit)) }),
+    ],
     series: [{}, ...order.map((index) => {
       const color = COLORS[index % COLORS.length];
       return { stroke: color, width: 1.2, spanGaps: false, points: { show: false },
-        fill: panel.stacked ? color + "66" : undefined };
+        fill: panel.stacked ? pale(color) : undefined };
     })],
   }, [times(panel), ...values], box);
   legend(box, panel);
