@@ -28,7 +28,7 @@ _NOTES: Final[Mapping[str, str]] = {
     "prometheus-ray.yml": "Scrapes all nodes of a Ray cluster: Ray's series and ours. Not together with "
     "prometheus-plain.yml.",
     "prometheus-plain.yml": "Scrapes one application's /metrics. Not together with prometheus-ray.yml. "
-    "With API keys on, add `authorization: {credentials_file: FILE}` to the job.",
+    "With API keys on, add `authorization: {type: Bearer, credentials_file: FILE}` to the job.",
     "provisioning/dashboards/tandem.yml": "Copy beside Ray's default.yml, and the pages to `path`.",
     "provisioning/datasources/tandem.yml": "Copy beside Ray's default.yml.",
 }

@@ -28,7 +28,7 @@ def through_ray(
     cluster wants one. `rules`: a rules file, as Prometheus finds it."""
     discovery: dict[str, Any] = {"url": f"{dashboard}/api/prometheus/sd", "refresh_interval": "15s"}
     if token_file is not None:
-        discovery["authorization"] = {"credentials_file": token_file}
+        discovery["authorization"] = _bearer(token_file)
     job = {
         "job_name": "ray",
         "http_sd_configs": [discovery],
@@ -44,8 +44,13 @@ def plain(
     `keys_file`: holds an API key, when the application wants one."""
     job: dict[str, Any] = {"job_name": "tandem", "static_configs": [{"targets": [target]}]}
     if keys_file is not None:
-        job["authorization"] = {"credentials_file": keys_file}
+        job["authorization"] = _bearer(keys_file)
     return _config(job, rules)
+
+
+def _bearer(file: str) -> dict[str, str]:
+    # Prometheus 2.42 sends no type to a service discovery unless it is written down.
+    return {"type": "Bearer", "credentials_file": file}
 
 
 def _config(job: dict[str, Any], rules: str | None) -> dict[str, Any]:

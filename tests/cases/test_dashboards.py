@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
+from cluster.cli.metrics import through_ray
 from cluster.launch import free_port
 from cluster.observe.answers import Range, ask, filled
 from cluster.observe.local_prometheus import find_program, running
 from cluster.observe.preview import preview
 from cluster.observe.prometheus_api import ObserveError, PrometheusApi
-from dashboards import scrape
 from dashboards.pages import PAGES
 from tests.unit.dashboards.openmetrics import NUM_STEPS, START, STEP_S, text
 from tests.unit.dashboards.scraped import Scraped
@@ -103,9 +104,9 @@ def test_series_of_rays_agents_get_our_names() -> None:
     exposition = 'ray_tandem_engine_up{group="g",model="m"} 1\nray_node_cpu_utilization 7\n'
     assert PROMETHEUS is not None
     with (
-        Scraped(exposition) as agent,
+        Scraped(exposition, token="secret") as agent,
         running(
-            PROMETHEUS, lambda _: _quickly(scrape.through_ray(agent.url)), port=free_port()
+            PROMETHEUS, lambda folder: _quickly(through_ray(agent.url, "secret")(folder)), port=free_port()
         ) as prometheus,
     ):
         api = PrometheusApi(prometheus.url)
@@ -114,7 +115,7 @@ def test_series_of_rays_agents_get_our_names() -> None:
     assert names == {"tandem_engine_up", "ray_node_cpu_utilization"}
 
 
-def _quickly(config: dict[str, object]) -> dict[str, object]:
+def _quickly(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "global": {"scrape_interval": "1s"}}
 
 

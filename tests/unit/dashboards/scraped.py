@@ -12,14 +12,18 @@ _DISCOVERY: Final = "/api/prometheus/sd"
 
 
 class Scraped:
-    """Lists itself as the only agent, and answers scrapes with a text. Use as a context."""
+    """Lists itself as the only agent, to who has the token, and answers scrapes. Use as a context."""
 
-    def __init__(self, exposition: str) -> None:
+    def __init__(self, exposition: str, *, token: str | None = None) -> None:
         self.has_answered = threading.Event()
         scraped = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                wanted = None if token is None else f"Bearer {token}"
+                if self.path == _DISCOVERY and self.headers.get("Authorization") != wanted:
+                    self.send_error(403)
+                    return
                 if self.path == _DISCOVERY:
                     body = json.dumps([{"targets": [scraped.url.removeprefix("http://")], "labels": {}}])
                     kind = "application/json"
