@@ -112,15 +112,17 @@ class Replay:
             async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
                 groups = (await client.get(f"{self.url}/load")).json()["groups"]
             pool = await asyncio.to_thread(self._decision)
+            if not pool:
+                continue  # the directory did not answer in time, or nothing has been decided yet
             at_s = self.now_s
             line = Line(
                 at_s=at_s,
                 rate=rate_of(at_s),
                 ready=sum(group["ready"] for group in groups),
-                target=pool.get("target", 0),
-                needed=pool.get("needed", 0.0),
-                reason=pool.get("reason", "nothing decided yet"),
-                terms={name: value for name, value in pool.get("terms", {}).items() if value},
+                target=pool["target"],
+                needed=pool["needed"],
+                reason=pool["reason"],
+                terms={name: value for name, value in pool["terms"].items() if value},
             )
             self.lines.append(line)
             waits = [s.first_s for s in self.sent if s.first_s is not None and s.sent_s > at_s - 2 * LINE_S]
@@ -167,7 +169,11 @@ async def run(replay: Replay, options: argparse.Namespace, console: Console) -> 
         watch = asyncio.create_task(replay.watch(rate_of, console))
         asking: set[asyncio.Task[None]] = set()
         while replay.now_s < end_s + options.after_s:
-            await asyncio.sleep(random.expovariate(rate_of(replay.now_s)))
+            # Never past a change of the rate: the time to the next request has no memory.
+            wait_s = random.expovariate(rate_of(replay.now_s))
+            await asyncio.sleep(min(wait_s, 1.0))
+            if wait_s > 1.0:
+                continue
             asking.add(asyncio.create_task(replay.ask(client)))
         await asyncio.gather(*asking)
         watch.cancel()
