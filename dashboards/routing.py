@@ -25,7 +25,12 @@ from workers.metrics import group
 _NOW = (
     stat("In flight", "Admitted requests that have not ended.", "short", total(level(table.INFLIGHT))),
     stat("Without a token", "Of those.", "short", total(level(table.QUEUED))),
-    stat("Prompt tokens queued", "Of requests without a token.", "short", total(level(table.QUEUED_TOKENS))),
+    stat(
+        "Tokens queued",
+        "Prompt tokens of requests without a token.",
+        "short",
+        total(level(table.QUEUED_TOKENS)),
+    ),
     stat(
         "Refused",
         "For want of room or groups: share of these and of what ended.",
@@ -89,13 +94,15 @@ _PLACEMENT = (
         "Apart: the index is behind.",
         "short",
         Query(total_rate(table.PREDICTED_TOKENS), "expected"),
-        Query(total(rate(group.PROMPT_TOKENS, 'source="cached"')), "found"),
+        Query(total(rate(group.PROMPT_TOKENS, 'source="cached"', 'role!="prefill"')), "found"),
     ),
     lines(
         "Spread of load",
-        "Requests in the fullest engine over the mean of all: 1 is even.",
+        "Requests in the fullest engine of a pool over the pool's mean: 1 is even.",
         "short",
-        Query(share(highest(level(group.RUNNING)), average(level(group.RUNNING))), "running"),
+        Query(
+            share(highest(level(group.RUNNING), "role"), average(level(group.RUNNING), "role")), "{{role}}"
+        ),
     ),
     by_label(
         "Retries",
