@@ -66,6 +66,13 @@ class Operator:
         )
         return output.rpartition("BEGIN")[2].strip()
 
+    def stop_ray(self, host: Host) -> None:
+        """`ray stop` on one machine, by ssh: `ray down` does it on the head alone."""
+        options = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null")
+        key = str(self._home / ".ssh" / "id_ed25519")
+        command = ("ssh", "-i", key, *options, f"root@{host.address}", "tandem/.venv/bin/ray stop")
+        run(*command, timeout_s=90)
+
     def ray(self, *arguments: str, timeout_s: float) -> str:
         """Output of a `ray` command that must work."""
         command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]

