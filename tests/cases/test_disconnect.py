@@ -46,7 +46,7 @@ def test_plain_requests_are_cancelled(endless: Serving) -> None:
         assert generated > before.generated_tokens_total
         text = httpx.get(url + "/metrics").text
         assert only(text, "requests_total", model="model", reason="aborted") == 11
-        assert only(text, "client_disconnects_total", model="model") == 11
+        assert only(text, "client_disconnects_total", model="model", stage="waiting") == 11
         # A request aborted before its first step had no tokens; nothing is computed for nobody any more.
         assert endless.dispatcher.stats.generated_tokens_total == generated
         answer = httpx.post(url + COMPLETIONS, json={**LONG, "max_tokens": 5}, timeout=5).json()
