@@ -7,6 +7,7 @@ import concurrent.futures
 import json
 import os
 import random
+import re
 import signal
 import socket
 import time
@@ -124,14 +125,16 @@ def parts(answer: Mapping[str, Any]) -> tuple[Any, list[float]]:
 
 
 def group_counts(server: Serving, role: str) -> dict[str, float]:
-    """Totals of the group of a role, by metric."""
+    """Totals of the group of a role, by metric, and by metric and source of tokens."""
     group = ready(server)[role]["group"]
     lines = server.get("/metrics").text.splitlines()
     counts: dict[str, float] = {}
     for line in lines:
         if f'group="{group}"' in line and "_total{" in line:
             name = line.partition("{")[0].removeprefix("tandem_").removesuffix("_total")
-            counts[name] = counts.get(name, 0.0) + float(line.rpartition(" ")[2])
+            source = re.search(r'source="(\w+)"', line)
+            for key in (name, f"{name} {source[1]}") if source else (name,):
+                counts[key] = counts.get(key, 0.0) + float(line.rpartition(" ")[2])
     return counts
 
 
@@ -171,10 +174,10 @@ def test_the_prefill_group_computes_prompts_and_the_decode_group_their_tails(ser
         return [
             after[role][f"engine_{name}"] - before[role][f"engine_{name}"]
             for role in ("prefill", "decode")
-            for name in ("prompt_tokens", "cached_tokens", "generated_tokens")
+            for name in ("prompt_tokens", "prompt_tokens remote", "prompt_tokens cached", "generated_tokens")
         ]
 
-    expected = [500, 0, 0, 500, whole_blocks(500), COMMON["max_tokens"]]
+    expected = [500, 0, 0, 0, 500, whole_blocks(500), 0, COMMON["max_tokens"]]
     wait_for(lambda: counted() == expected, 5.0, "a group computed something else")
     (placed,) = server.get(f"/explain/{answer['id']}").json()["prompts"]
     assert placed["fetch"]["pulled_tokens"] == placed["fetch"]["wanted_tokens"] == whole_blocks(500)

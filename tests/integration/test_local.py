@@ -193,7 +193,7 @@ def test_routers_and_fronts_are_small_and_without_torch(server: Serving) -> None
 def test_a_client_that_leaves_is_forgotten_at_once(server: Serving, num_choices: int) -> None:
     body = {"model": server.model, "prompt": "Tell a long story.", "max_tokens": 4000, "ignore_eos": True}
     body |= {"n": num_choices, "temperature": 1.0}
-    counter = "tandem_client_disconnects_total"
+    counter = "tandem_client_disconnects_total waiting"
     num_left = server.counts()[counter]
 
     def leave() -> None:

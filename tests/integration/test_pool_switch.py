@@ -96,7 +96,7 @@ def test_from_one_pool_to_two(
     file.write_text(json.dumps(config_of("local-disaggregated.yaml", http_port, pools)))
     with serving(cluster, http_port, "local.yaml", settings_of(folder, "unified")) as server:
         expected = tokens(server, PROMPT)
-        body = BODY | {"prompt": checkpoints.prompt_ids(20)}
+        body = BODY | {"prompt": checkpoints.prompt_ids(10)}  # less than a block: nothing to read
         alone = str(tokens(server, body["prompt"]))
         with asking(server.url, body) as during:
             said = tandem(tmp_path, "deploy", str(file), "--dashboard", cluster.api.url)
