@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def test_without_compiler_torch_is_used_and_says_so_once(
     assert isinstance(kernels, TorchKernels)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "install g++" in caplog.text
+
+
+def test_installing_goes_on_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which runs this as a program, and stops at any exit code but 0."""
+    monkeypatch.setenv("PATH", "")
+    runpy.run_module("workers.kernels.build", run_name="__main__")
+    assert "torch operators will be used instead" in capsys.readouterr().out
 
 
 def test_compiler_that_does_not_run_is_named(
