@@ -45,6 +45,7 @@ def make_model(
     bias: bool,
     head_norm: bool,
     quantization: Quantization = Quantization.NONE,
+    dim: int = DIM,
 ) -> StepModel:
     def vector(n: int) -> torch.Tensor:
         return torch.randn(n).to(dtype)
@@ -56,14 +57,14 @@ def make_model(
     layers = tuple(
         StepLayer(
             attention_norm=vector(HIDDEN),
-            qkv=linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
-            query_norm=vector(DIM) if head_norm else None,
-            key_norm=vector(DIM) if head_norm else None,
-            output=linear(HIDDEN, HEADS * DIM),
+            qkv=linear((HEADS + 2 * KV_HEADS) * dim, HIDDEN),
+            query_norm=vector(dim) if head_norm else None,
+            key_norm=vector(dim) if head_norm else None,
+            output=linear(HIDDEN, HEADS * dim),
             mlp_norm=vector(HIDDEN),
             up=linear(2 * INNER, HIDDEN),
             down=linear(HIDDEN, INNER),
-            scale=DIM**-0.5,
+            scale=dim**-0.5,
             sliding_window=40 if index == 1 else None,
         )
         for index in range(LAYERS)
@@ -77,7 +78,7 @@ def make_model(
         head=linear(VOCAB, HIDDEN, torch.float32),
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
-        head_dim=DIM,
+        head_dim=dim,
         norm_eps=1e-5,
     )
 
@@ -108,7 +109,7 @@ def one_by_one(
     normed = kernels.rms_norm(residual, model.layers[0].attention_norm, eps)
     for index, layer in enumerate(model.layers):
         caches = kv[:, :, index, 0], kv[:, :, index, 1]
-        qkv = layer.qkv(normed).view(-1, HEADS + 2 * KV_HEADS, DIM)
+        qkv = layer.qkv(normed).view(-1, HEADS + 2 * KV_HEADS, model.head_dim)
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = kernels.rms_norm(q, layer.query_norm, eps), kernels.rms_norm(k, layer.key_norm, eps)
@@ -159,6 +160,18 @@ def test_equal_bits(
     assert torch.equal(kv_fused, kv)
     assert wanted.shape == (len(logit_rows), VOCAB) and wanted.dtype == torch.float32
     assert torch.equal(step(message, turn, kv_fused).logits, wanted)  # buffers are used again
+
+
+def test_heads_may_be_wider_than_all_else(kernels: Kernels) -> None:
+    """Their norms need room in the scratch of a row, which no other operator does."""
+    dim = 4 * max(HIDDEN, INNER)
+    model = make_model(kernels, torch.bfloat16, bias=False, head_norm=True, dim=dim)
+    step = kernels.fuse(model)
+    assert step is not None
+    message = step_of([(0, 3), (9, 1)], [2, 3])
+    kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, dim).bfloat16()
+    wanted = one_by_one(kernels, model, message, None, kv.clone())
+    assert torch.equal(step(message, None, kv).logits, wanted)
 
 
 @pytest.mark.parametrize("quantization", [Quantization.INT8, Quantization.INT4], ids=str)

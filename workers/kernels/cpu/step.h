@@ -78,7 +78,7 @@ struct StepScratch {
 class StepWalk {
  public:
   StepWalk(const Model& m, const StepInput& in, StepScratch& s, const std::vector<AttentionTask>& tasks, Barrier& together)
-      : m(m), in(in), s(s), at(s.layout), tasks(tasks), together(together), row(std::max(m.hidden, m.inner)), attention(m.heads / m.kv_heads, m.d),
+      : m(m), in(in), s(s), at(s.layout), tasks(tasks), together(together), row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d),
         thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(at.tokens) {}
 
   void run() {
