@@ -1,7 +1,8 @@
 """Compiles the C++ kernels for this machine, once.
 
 The library lies in the user's cache folder under a key of sources, compiler and CPU flags. Ranks that start
-at the same time wait for one of them to compile; the file appears by a rename, so nobody loads half of one.
+at the same time wait for one of them to compile; the file appears by a rename when all of it is on the disk,
+so nobody loads half of one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ FLAGS = (
     "-fno-trapping-math",
 )
 COMPILE_TIMEOUT_S = 300.0
-MACHINES = ("x86_64", "AMD64")
 
 
 class KernelsUnavailable(Exception):
@@ -72,7 +72,7 @@ def _compiler() -> str:
 
 
 def _target(cache: Path, sources: Path, flags: tuple[str, ...]) -> Path:
-    if platform.machine() not in MACHINES or sys.platform != "linux":
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise KernelsUnavailable(f"no C++ kernels for {sys.platform} on {platform.machine()}")
     key = hashlib.sha256()
     for source in sorted(sources.iterdir()):
@@ -105,4 +105,6 @@ def _compile(path: Path, sources: Path, flags: tuple[str, ...]) -> None:
             raise KernelsUnavailable(f"{command[0]} did not end within {COMPILE_TIMEOUT_S:.0f} s") from None
         if done.returncode != 0:
             raise KernelsUnavailable(f"{command[0]} failed on the CPU kernels:\n{done.stderr[-2000:]}")
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(built, path)

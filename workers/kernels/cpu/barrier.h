@@ -1,5 +1,5 @@
-// A barrier for the threads inside one parallel region. It spins a few microseconds, for the case that all threads
-// have a core, then sleeps: a waiting thread must not keep its core from the one it waits for. (libgomp's own
+// A barrier for the threads inside one parallel region. It spins for some tens of microseconds, for the case that all
+// threads have a core, then sleeps: a waiting thread must not keep its core from the one it waits for. (libgomp's own
 // barrier spins for milliseconds; with other busy processes on the machine that made steps a hundred times slower.)
 #pragma once
 #include <linux/futex.h>
