@@ -1,7 +1,7 @@
 """A burst at real speed against deploy/local-autoscaled.yaml: sizes of the pool over time, why, and what
 requests saw.
 
-    python -m benchmarks.autoscaling [--burst-s 90] [--share 1.3] [--most 2] [--output FILE]
+    python -m benchmarks.autoscaling [--burst-s 90] [--share 1.3] [--most 2] [--seed N] [--output FILE]
 
 It starts a cluster of its own, measures how many prompt tokens a second one group computes, and then sends
 prompts of their own, `--share` of that rate for `--burst-s` seconds, and a tenth of it before and after. One
@@ -16,32 +16,32 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import copy
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 from rich.console import Console
 
-from cluster.config import apply_overrides
 from cluster.directory_probe import ProbeError, read_directories
 from cluster.launch import LocalCluster, deploy, free_port, start_local_cluster, stop_all, wait_ready
+from cluster.machine import facts
 from cluster.validate import SHIPPED_FILES, load_deployment
 
 FILE = SHIPPED_FILES / "local-autoscaled.yaml"
 PROMPT_TOKENS, OUTPUT_TOKENS = 384, 8
 QUIET_SHARE = 0.1
 LINE_S = 5.0
+LOAD_TIMEOUT_S = 10.0
 READY_S = 300.0  # patience on a busy machine
 
 
@@ -72,8 +72,8 @@ class Replay:
     """One run."""
 
     url: str
-    cluster: LocalCluster
-    application: str
+    decision: Callable[[], dict[str, Any]]  # the policy's last about the pool; empty when none can be had
+    random: random.Random  # of prompts and arrivals
     began_s: float = field(default_factory=time.monotonic)
     sent: list[Sent] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Replay:
     async def ask(self, client: httpx.AsyncClient) -> None:
         """One prompt of its own."""
         body = {
-            "prompt": [random.randrange(10, 40_000) for _ in range(PROMPT_TOKENS)],
+            "prompt": [self.random.randrange(10, 40_000) for _ in range(PROMPT_TOKENS)],
             "max_tokens": OUTPUT_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
@@ -105,41 +105,57 @@ class Replay:
         except httpx.HTTPError as error:
             sent.error = repr(error)
 
-    async def watch(self, rate_of: Any, console: Console) -> None:
-        """A line for every five seconds, until cancelled."""
+    async def watch(
+        self, client: httpx.AsyncClient, rate_of: Callable[[float], float], period_s: float = LINE_S
+    ) -> AsyncIterator[str]:
+        """What there is to say, every period, for ever; also kept in `lines`."""
         while True:
-            await asyncio.sleep(LINE_S)
-            async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
-                groups = (await client.get(f"{self.url}/load")).json()["groups"]
-            pool = await asyncio.to_thread(self._decision)
-            if not pool:
-                continue  # the directory did not answer in time, or nothing has been decided yet
-            at_s = self.now_s
-            line = Line(
-                at_s=at_s,
-                rate=rate_of(at_s),
-                ready=sum(group["ready"] for group in groups),
-                target=pool["target"],
-                needed=pool["needed"],
-                reason=pool["reason"],
-                terms={name: value for name, value in pool["terms"].items() if value},
-            )
+            await asyncio.sleep(period_s)
+            try:
+                line = await self.look(client, rate_of)
+            except httpx.HTTPError as error:  # a busy router; the run goes on
+                yield f"{self.now_s:5.0f} s  /load: {error!r}"
+                continue
+            if line is None:
+                yield f"{self.now_s:5.0f} s  no decision"
+                continue
             self.lines.append(line)
-            waits = [s.first_s for s in self.sent if s.first_s is not None and s.sent_s > at_s - 2 * LINE_S]
+            since_s = line.at_s - 2 * LINE_S
+            waits = [s.first_s for s in self.sent if s.first_s is not None and s.sent_s > since_s]
             mean = f"{statistics.fmean(waits):5.2f}" if waits else "    -"
             terms = " ".join(f"{name} {value:.2f}" for name, value in line.terms.items())
-            console.print(
-                f"{at_s:5.0f} s  {line.rate:4.1f}/s  groups {line.target} wanted, {line.ready} ready"
+            yield (
+                f"{line.at_s:5.0f} s  {line.rate:4.1f}/s  groups {line.target} wanted, {line.ready} ready"
                 f"  first token {mean} s  needed {line.needed:4.2f} ({terms}) {line.reason}"
             )
 
-    def _decision(self) -> dict[str, Any]:
-        try:
-            listing = read_directories(self.cluster.gcs_address, [self.application])[self.application]
-        except (ProbeError, KeyError):
-            return {}
-        pool: dict[str, Any] = json.loads(listing.scaling or "{}").get("pools", {}).get("unified", {})
-        return pool
+    async def look(self, client: httpx.AsyncClient, rate_of: Callable[[float], float]) -> Line | None:
+        """What is so now; None while nothing has been decided. Raises httpx.HTTPError."""
+        answer = await client.get(f"{self.url}/load", timeout=LOAD_TIMEOUT_S)
+        groups = answer.raise_for_status().json()["groups"]
+        pool = await asyncio.to_thread(self.decision)
+        if not pool:
+            return None
+        at_s = self.now_s
+        return Line(
+            at_s=at_s,
+            rate=rate_of(at_s),
+            ready=sum(group["ready"] for group in groups),
+            target=pool["target"],
+            needed=pool["needed"],
+            reason=pool["reason"],
+            terms={name: value for name, value in pool["terms"].items() if value},
+        )
+
+
+def decision_of(cluster: LocalCluster, application: str) -> dict[str, Any]:
+    """The policy's last about the pool `unified`; empty when there is none yet or the directory is late."""
+    try:
+        listing = read_directories(cluster.gcs_address, [application])[application]
+    except (ProbeError, KeyError):
+        return {}
+    pool: dict[str, Any] = json.loads(listing.scaling or "{}").get("pools", {}).get("unified", {})
+    return pool
 
 
 async def measure_rate(replay: Replay, client: httpx.AsyncClient) -> float:
@@ -166,18 +182,23 @@ async def run(replay: Replay, options: argparse.Namespace, console: Console) -> 
         def rate_of(at_s: float) -> float:
             return most * (options.share if start_s <= at_s < end_s else QUIET_SHARE)
 
-        watch = asyncio.create_task(replay.watch(rate_of, console))
+        async def show() -> None:
+            async for line in replay.watch(client, rate_of):
+                console.print(line)
+
+        watch = asyncio.create_task(show())
         asking: set[asyncio.Task[None]] = set()
         while replay.now_s < end_s + options.after_s:
             # Never past a change of the rate: the time to the next request has no memory.
-            wait_s = random.expovariate(rate_of(replay.now_s))
+            wait_s = replay.random.expovariate(rate_of(replay.now_s))
             await asyncio.sleep(min(wait_s, 1.0))
             if wait_s > 1.0:
                 continue
             asking.add(asyncio.create_task(replay.ask(client)))
         await asyncio.gather(*asking)
         watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
     return summary(replay, start_s, end_s)
 
 
@@ -224,9 +245,8 @@ def deployment_of(options: argparse.Namespace, port: int) -> tuple[dict[str, Any
         f"scaling.tpot_s={options.tpot_s}",
     ]
     deployment = load_deployment(FILE, port=port, assignments=settings)
-    tree = yaml.safe_load(yaml.safe_dump(deployment.tree))
+    tree = copy.deepcopy(deployment.tree)
     (app,) = tree["applications"]
-    app["args"] = apply_overrides(app["args"], [])
     for entry in app["deployments"]:
         if "autoscaling_config" in entry:
             entry["autoscaling_config"]["max_replicas"] = options.most
@@ -243,7 +263,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=2, help="groups")
     parser.add_argument("--ttft-s", type=float, default=1.5)
     parser.add_argument("--tpot-s", type=float, default=0.5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
+    parser.add_argument("--output", type=Path, help="where all samples go, as JSON")
     options = parser.parse_args()
     console = Console(highlight=False, width=200)
     cluster = start_local_cluster(
@@ -254,16 +275,12 @@ def main() -> None:
         url = f"http://127.0.0.1:{tree['http_options']['port']}"
         deploy(cluster.api, tree, report=console.print)
         wait_ready(cluster.api, application=application, url=url, report=console.print, timeout_s=READY_S)
-        replay = Replay(url, cluster, application)
+        replay = Replay(url, partial(decision_of, cluster, application), random.Random(options.seed))
         found = asyncio.run(run(replay, options, console))
     finally:
         stop_all(cluster)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     result = {
-        "commit": commit,
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": facts(),
         "options": {name: str(value) for name, value in vars(options).items()},
         "target_ttft_s": options.ttft_s,
         **found,
