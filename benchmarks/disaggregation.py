@@ -21,13 +21,12 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import secrets
 import statistics
-import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +36,7 @@ from rich.table import Table
 
 from benchmarks.groups import Group, GroupPlan, Run, through
 from benchmarks.spin import spin_briefly
+from cluster.machine import facts
 
 PREFIX_TOKENS, SUFFIX_TOKENS = 1920, 40
 NUM_STREAMS, STREAM_PROMPT = 8, 128
@@ -147,28 +147,25 @@ def plan(options: argparse.Namespace, name: str, *cores: int) -> GroupPlan:
     )
 
 
-async def started(plans: Sequence[GroupPlan]) -> dict[str, Group]:
-    """Groups that serve, by name."""
-    groups = {plan.name: Group(plan) for plan in plans}
-    for group in groups.values():
-        await group.connect()
-    return groups
+@asynccontextmanager
+async def started(plans: Sequence[GroupPlan]) -> AsyncIterator[dict[str, Group]]:
+    """Groups that serve, by name; none of them outlives the block, nor one that does not start."""
+    with ExitStack() as stack:
+        groups = {plan.name: stack.enter_context(closing(Group(plan))) for plan in plans}
+        for group in groups.values():
+            await group.connect()
+        yield groups
 
 
 async def pull_experiment(options: argparse.Namespace) -> tuple[list[Row], object]:
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    groups = await started(
-        [
-            plan(options, "neighbour", first),
-            replace(plan(options, "memory", second), transport="memory"),
-            replace(plan(options, "sockets", second), transport="sockets"),
-        ]
-    )
-    try:
+    plans = [
+        plan(options, "neighbour", first),
+        replace(plan(options, "memory", second), transport="memory"),
+        replace(plan(options, "sockets", second), transport="sockets"),
+    ]
+    async with started(plans) as groups:
         found = await measure_pull(groups, options.runs)
-    finally:
-        for group in groups.values():
-            group.close()
     rows: list[Row] = []
     for subject, seconds in found.items():
         ratios = [computed / pulled for computed, pulled in zip(found["compute"], seconds, strict=True)]
@@ -184,31 +181,26 @@ async def pull_experiment(options: argparse.Namespace) -> tuple[list[Row], objec
 
 async def interference_experiment(options: argparse.Namespace) -> tuple[list[Row], object]:
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    groups = await started(
-        [
-            plan(options, "prefill", first),
-            plan(options, "decode", second),
-            plan(options, "unified", first, second),
-            *[
-                replace(plan(options, f"unified, {chunk}", first, second), max_prefill_chunk=chunk)
-                for chunk in CHUNKS
-            ],
-        ]
-    )
-    subjects = {"prefill + decode": Interference(groups["prefill"], groups["decode"])}
-    for name, group in groups.items():
-        if name.startswith("unified"):
-            subjects[name] = Interference(group, group)
-    samples: dict[str, list[tuple[list[list[float]], list[float]]]] = {name: [] for name in subjects}
-    try:
+    plans = [
+        plan(options, "prefill", first),
+        plan(options, "decode", second),
+        plan(options, "unified", first, second),
+        *[
+            replace(plan(options, f"unified, {chunk}", first, second), max_prefill_chunk=chunk)
+            for chunk in CHUNKS
+        ],
+    ]
+    async with started(plans) as groups:
+        subjects = {"prefill + decode": Interference(groups["prefill"], groups["decode"])}
+        for name, group in groups.items():
+            if name.startswith("unified"):
+                subjects[name] = Interference(group, group)
+        samples: dict[str, list[tuple[list[list[float]], list[float]]]] = {name: [] for name in subjects}
         for run in range(options.runs):
             for name, subject in subjects.items():
                 samples[name].append(await subject.run(options.seconds, options.period_s))
                 row = interference_row(name, samples[name][-1:], options.gap_ms / 1e3, options.first_s)
                 print(f"run {run + 1}: {row}", flush=True)
-    finally:
-        for group in groups.values():
-            group.close()
     rows = [interference_row(name, of, options.gap_ms / 1e3, options.first_s) for name, of in samples.items()]
     return rows, samples
 
@@ -234,11 +226,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where all samples go, as JSON")
     options = parser.parse_args()
     options.secret = secrets.token_hex(32)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
     content: dict[str, object] = {
-        "commit": commit.stdout.strip() or "unknown",
-        "machine": f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores",
-        "load": os.getloadavg(),  # far above our threads: others ran beside us
+        "machine": facts(),
         "settings": {name: str(value) for name, value in vars(options).items() if name != "secret"},
     }
     rows: dict[str, list[Row]] = {}

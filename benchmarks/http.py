@@ -5,7 +5,8 @@
 Starts `tandem serve` on a free port, then in turn for every number of streams: that many streaming
 completions at once (random prompts of 128 tokens, 64 new) through HTTP, and the same works in the offline
 engine of this process. Both figures are all new tokens over the seconds from the first byte sent to the last
-token. CPU microseconds a token include what a process does when idle. The last line of output is JSON.
+token. CPU microseconds a token include what a process does when idle. The last line of output is JSON: rows
+with all samples, machine and commit.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.client import complete
 from benchmarks.cpu_time import cpu_seconds, mark_of_child
 from benchmarks.subjects import Tandem
 from cluster.embedded import ensure
 from cluster.launch import free_port
+from cluster.machine import facts
 from workers.model.checkpoint import Checkpoint
 from workers.model.spec import spec_from_config
 
@@ -93,31 +96,25 @@ def _wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
 
 async def stream(port: int, prompt: Sequence[int]) -> float:
     """One streaming completion over a connection of its own; seconds to its first event."""
-    body = json.dumps(
-        {
-            "prompt": list(prompt),
-            "max_tokens": NEW_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-        f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     started = time.perf_counter()
     first_s = 0.0
     received: list[bytes] = []
-    async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head.encode() + body)
-        while piece := await reader.read(1 << 16):
-            if not first_s and b"data: " in piece:
-                first_s = time.perf_counter() - started
-            received.append(piece)
-        writer.close()
+
+    def take(piece: bytes) -> None:
+        nonlocal first_s
+        if not first_s and b"data: " in piece:
+            first_s = time.perf_counter() - started
+        received.append(piece)
+
+    await complete(port, body, take, timeout_s=_ANSWER_TIMEOUT_S)
     answer = b"".join(received)
     if b"data: [DONE]" not in answer or f'"completion_tokens":{NEW_TOKENS}'.encode() not in answer:
         raise RuntimeError(f"a stream did not bring {NEW_TOKENS} tokens; it ends {answer[-300:]!r}")
@@ -211,7 +208,7 @@ def main() -> None:
     rows = [row_of(count, samples[count]) for count in counts]
     if not options.json:
         print_tables(rows)
-    print(json.dumps({"rows": rows}))
+    print(json.dumps({"rows": rows, "runs": options.runs, "machine": facts()}))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Serves `benchmarks.paced_app`: every stream gets a token each 20 ms. Three windows a run: nothing to do; all
 streams running, none beginning or ending inside; streams of one token one after the other (`requests`, twice
 as many as streams at once). Idle CPU is taken off both. CPU time, not wall time: other programs on the
-machine disturb it little. The last line of output is JSON.
+machine disturb it little. The last line of output is JSON: rows with all samples, machine and commit.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.client import complete
 from benchmarks.cpu_time import cpu_seconds
 from benchmarks.paced_app import PERIOD_S
 from cluster.launch import LocalCluster, deploy, free_port, start_local_cluster, stop_all, wait_ready
+from cluster.machine import facts
 
 PROMPT_TOKENS = 128
 _APPLICATION = "tandem"
@@ -60,22 +62,16 @@ def serving(port: int) -> Iterator[LocalCluster]:
 
 async def stream(port: int, new_tokens: int, begun: asyncio.Event | None = None) -> None:
     """One streaming completion over a connection of its own; `begun` is set at its first event."""
-    body = json.dumps(
-        {"prompt": list(range(100, 100 + PROMPT_TOKENS)), "max_tokens": new_tokens, "stream": True}
-    ).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-        f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    async with asyncio.timeout(_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head.encode() + body)
-        end = b""
-        while piece := await reader.read(1 << 16):
-            end = (end + piece)[-400:]
-            if begun is not None and b"data: " in piece:
-                begun.set()
-        writer.close()
+    body = {"prompt": list(range(100, 100 + PROMPT_TOKENS)), "max_tokens": new_tokens, "stream": True}
+    end = b""
+
+    def take(piece: bytes) -> None:
+        nonlocal end
+        end = (end + piece)[-400:]
+        if begun is not None and b"data: " in piece:
+            begun.set()
+
+    await complete(port, body, take, timeout_s=_TIMEOUT_S)
     if b"data: [DONE]" not in end:
         raise RuntimeError(f"a stream did not end well: {end!r}")
 
@@ -147,7 +143,7 @@ def main() -> None:
             "process": name,
             "us_per_token": round(statistics.median(tokens[name]), 1),
             "us_per_request": round(statistics.median(requests.get(name, [0.0])), 0),
-            "samples": tokens[name],
+            "samples": {"token": tokens[name], "request": requests.get(name, [])},
         }
         for name in sorted(tokens)
     ]
@@ -160,7 +156,8 @@ def main() -> None:
         for row in rows:
             table.add_row(row["process"], str(row["us_per_token"]), str(row["us_per_request"]))
         Console().print(table)
-    print(json.dumps({"streams": options.streams, "period_ms": PERIOD_S * 1e3, "rows": rows}))
+    settings = {"streams": options.streams, "seconds": options.seconds, "period_ms": PERIOD_S * 1e3}
+    print(json.dumps({"rows": rows, **settings, "machine": facts()}))
 
 
 if __name__ == "__main__":

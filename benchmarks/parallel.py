@@ -2,20 +2,24 @@
 
     python -m benchmarks.parallel --model FOLDER [--batches 8 32] [--runs N] [--new-tokens N]
 
-Every run decodes every batch on both, with fresh random prompts, and prints milliseconds a step; the last
-lines are the medians and their ratio (above 1: two ranks are faster). A busy machine makes it worthless.
+Every run decodes every batch on both, with fresh random prompts, and prints milliseconds a step; at the end
+the medians and their ratio (above 1: two ranks are faster), and a line of JSON with all samples, machine and
+commit. A busy machine makes it worthless.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
 from benchmarks.spin import spin_briefly
+from cluster.machine import facts
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
 from workers.runtime.launch import LocalGroup
@@ -73,21 +77,25 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=24)
     options = parser.parse_args()
-    subjects = [Subject(options.model, 1, 2), Subject(options.model, 2, 1)]
-    try:
-        found: dict[tuple[int, str], list[float]] = {}
+    found: dict[tuple[int, str], list[float]] = {}
+    with ExitStack() as stack:
+        subjects = []
+        for ranks, threads in ((1, 2), (2, 1)):
+            subjects.append(Subject(options.model, ranks, threads))
+            stack.callback(subjects[-1].group.close)
         for run in range(options.runs):
             for batch in options.batches:
                 for subject in subjects:
                     took = subject.decode_ms(batch, options.new_tokens)
                     found.setdefault((batch, subject.name), []).append(took)
                     print(f"run {run + 1}: batch {batch}, {subject.name}: {took:.2f} ms", flush=True)
-        for batch in options.batches:
-            one, two = (statistics.median(found[batch, subject.name]) for subject in subjects)
-            print(f"batch {batch}: one rank {one:.2f} ms, two ranks {two:.2f} ms, ratio {one / two:.3f}")
-    finally:
-        for subject in subjects:
-            subject.group.close()
+    rows = []
+    for batch in options.batches:
+        samples = {subject.name: found[batch, subject.name] for subject in subjects}
+        one, two = map(statistics.median, samples.values())
+        print(f"batch {batch}: one rank {one:.2f} ms, two ranks {two:.2f} ms, ratio {one / two:.3f}")
+        rows.append({"batch": batch, "ratio": one / two, "samples_ms": samples})
+    print(json.dumps({"rows": rows, "machine": facts()}))
 
 
 if __name__ == "__main__":

@@ -37,9 +37,10 @@ from cluster.simulate.peers import Network
 from cluster.simulate.report import Report, report
 from cluster.simulate.run import SimConfig, simulate
 from cluster.traces import TraceRequest, read_trace, scaled
+from cluster.validate import SHIPPED_FILES
 from workers.types import Role
 
-_FILE = Path(__file__).resolve().parents[1] / "deploy" / "local-two-groups.yaml"
+_FILE = SHIPPED_FILES / "local-two-groups.yaml"
 _GROUPS = 2
 _NUM_BLOCKS = 4096
 _CALIBRATE_S = 25.0

@@ -10,7 +10,7 @@ run measures every subject in turn, one after the other:
     others    the transports, until the last byte is checked; `order`: the fastest, by the agent's thread
 
 GB/s are medians over the runs, ratios are medians of the ratios of one run. The last line of output is JSON:
-{"rows": [{"blocks", "subject", "gb_per_s", "of_memcpy", "of_loopback"}, ...]}.
+{"rows": [{"blocks", "subject", "gb_per_s", "of_memcpy", "of_loopback", "samples": GB/s}, ...], "machine"}.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cluster.machine import facts
 from workers.kernels.memory import huge_bytes
 from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS, choose
@@ -185,6 +186,7 @@ def measure(bench: Bench, sizes: Sequence[int], runs: int) -> list[dict[str, obj
             for roof in ("memcpy", "loopback"):
                 ratios = [speed / limit for speed, limit in zip(speeds, found[roof], strict=True)]
                 row[f"of_{roof}"] = round(statistics.median(ratios), 2)
+            row["samples"] = speeds
             rows.append(row)
     return rows
 
@@ -215,12 +217,13 @@ def main() -> None:
         raise SystemExit(f"the other process ended with {owner.returncode}")
     if not options.json:
         table = Table(title=f"KV blocks of {BLOCK_BYTES:,} bytes between two processes")
-        for heading in ("blocks", "subject", "gb_per_s", "of_memcpy", "of_loopback"):
+        headings = ("blocks", "subject", "gb_per_s", "of_memcpy", "of_loopback")
+        for heading in headings:
             table.add_column(heading, justify="left" if heading == "subject" else "right")
         for row in rows:
-            table.add_row(*(str(value) for value in row.values()))
+            table.add_row(*(str(row[heading]) for heading in headings))
         Console().print(table)
-    print(json.dumps({"rows": rows}))
+    print(json.dumps({"rows": rows, "machine": facts()}))
 
 
 if __name__ == "__main__":
