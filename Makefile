@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One CPU thread a process in tests: several run at the same time.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# A machine without an NVIDIA driver gets torch's CPU build.
+# Without an NVIDIA driver a version that there is for the CPU alone too: pip takes 2.13.0+cpu where an index has it.
+# PyPI has not; its own build brings the libraries of CUDA, and runs as well.
 TORCH := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
