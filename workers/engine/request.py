@@ -45,6 +45,7 @@ class RequestState:
         "end_ids",
         "fetch",
         "fetch_s",
+        "first_choice",
         "forbidden_ids",
         "is_admitted",
         "max_num_tokens",
@@ -74,7 +75,9 @@ class RequestState:
         self.came_s = self.fetch_s = 0.0  # when it was added; how long fetches were open
         self.admitted_s: float | None = None
         self.num_fetched_blocks = 0
-        self.num_unfinished = len(request.choices())
+        choices = request.choices()
+        self.first_choice = min(choices)  # the others share its prompt; not 0 where that one has ended elsewhere
+        self.num_unfinished = len(choices)
 
     def times(self, now_s: float) -> StageTimes:
         """Where the time went until its first token, which has just come."""

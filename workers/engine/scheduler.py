@@ -79,7 +79,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []  # in the order of their first token
         self._in_progress = in_progress
         self._exchange = exchange
-        self._num_steps = 0
+        self.num_steps = 0
         self.estimate = OutputLengthEstimate(
             block_size=block_size, first_guess=schedule.expected_output_tokens
         )
@@ -98,10 +98,6 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
-
-    @property
-    def num_steps(self) -> int:
-        return self._num_steps
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queues all choices of a request, whose total need has been found to fit the pool."""
@@ -138,8 +134,8 @@ class Scheduler:
             is_done = not self._waiting and not self.num_running
             assert is_done or self._exchange.is_holding, "sequences left and none of them can go on"
             return None
-        self._num_steps += 1
-        plan = StepPlan(number=self._num_steps, slices=slices, zero_blocks=self._pool.take_zero_blocks())
+        self.num_steps += 1
+        plan = StepPlan(number=self.num_steps, slices=slices, zero_blocks=self._pool.take_zero_blocks())
         return ScheduledStep(plan, sequences, len(self._decoding))
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
@@ -220,8 +216,9 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=_by_key)
         to_prefill = sequence.num_tokens
-        if sequence.choice and self._prefix_reuse:  # shares what the first choice computes
-            to_prefill -= (to_prefill - 1) // self._block_size * self._block_size
+        if self._prefix_reuse and sequence.choice != sequence.parent.first_choice:
+            shared = min(sequence.prompt_len, sequence.num_tokens - 1)  # of the prompt, which that one computes
+            to_prefill -= shared // self._block_size * self._block_size
         self._set_backlog(sequence, to_prefill)
 
     def _set_backlog(self, sequence: Sequence, num_tokens: int) -> None:
@@ -366,16 +363,18 @@ class Scheduler:
         self._set_backlog(sequence, sequence.num_tokens - num_cached)
         if self._prefix_reuse:
             self._in_progress.announce(sequence)
+        cached_prompt = min(num_cached, sequence.prompt_len)  # what another group has begun may be cached too
         if sequence.num_cached is None:
-            sequence.num_cached = num_cached
+            sequence.num_cached = cached_prompt
         if not sequence.parent.is_admitted:
             sequence.parent.is_admitted = True
             self.num_queued_requests -= 1
             if sequence.parent.fetch is not None:
                 self._exchange.fetches.release(sequence)
             self.prompt_tokens_total += sequence.prompt_len
-            self.cached_tokens_total += num_cached
-            self.remote_tokens_total += min(sequence.parent.num_fetched_blocks * self._block_size, num_cached)
+            self.cached_tokens_total += cached_prompt
+            fetched = sequence.parent.num_fetched_blocks * self._block_size
+            self.remote_tokens_total += min(fetched, cached_prompt)
 
     # -- slices and seals ---------------------------------------------------------------------------------
 

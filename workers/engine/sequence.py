@@ -73,7 +73,7 @@ class Sequence:
         # Of full blocks; those of the output come as they are sealed.
         self.hashes = list(parent.prompt_hashes)
         self.waits_for: BlockHash | None = None  # a block that another sequence is computing
-        self.num_cached: int | None = None  # tokens found cached at the first admission
+        self.num_cached: int | None = None  # prompt tokens found cached at the first admission
         self.has_answered = False  # its first chunk is out
         self.backlog = 0  # tokens that the scheduler counts as still to prefill
         # Scores of prompt tokens 1, 2, ... as they come; None: not wanted, or delivered.

@@ -63,8 +63,17 @@ def test_what_was_computed_for_it_before_is_found_in_the_cache() -> None:
     engine.add(begun_at(replace(request, request_id="again"), 15))  # type: ignore[arg-type]
     transcript = run(engine)
     assert transcript.tokens["again", 0] == reference(request)[15:]
-    assert transcript.cached("again") == 20
+    assert transcript.cached("again") == 8  # of the prompt
+    stats = engine.stats()
+    assert (stats.prompt_tokens_total, stats.cached_tokens_total) == (8 + 8, 8)
     assert executor.num_computed_tokens - before == 8 + 20 - 1 - 20
+
+
+def test_the_first_choice_that_goes_on_has_the_prompt_to_compute_whatever_its_number() -> None:
+    engine, _ = make_engine(block_size=4)
+    engine.add(begun_at(make_request("r", numbers(21), 8, num_choices=3), None, 2, 5))
+    # The other one shares the five full blocks of the prompt, and has a token of it and five of its own.
+    assert engine.stats().waiting_tokens == (21 + 2) + (1 + 5)
 
 
 @pytest.mark.parametrize(
