@@ -76,7 +76,7 @@ class RequestState:
         self.admitted_s: float | None = None
         self.num_fetched_blocks = 0
         choices = request.choices()
-        self.first_choice = min(choices)  # the others share its prompt; not 0 where that one has ended elsewhere
+        self.first_choice = min(choices)  # the others share its prompt; 0 may have ended elsewhere
         self.num_unfinished = len(choices)
 
     def times(self, now_s: float) -> StageTimes:

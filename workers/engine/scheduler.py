@@ -217,7 +217,7 @@ class Scheduler:
         insort(self._waiting, sequence, key=_by_key)
         to_prefill = sequence.num_tokens
         if self._prefix_reuse and sequence.choice != sequence.parent.first_choice:
-            shared = min(sequence.prompt_len, sequence.num_tokens - 1)  # of the prompt, which that one computes
+            shared = min(sequence.prompt_len, sequence.num_tokens - 1)  # that one computes the prompt
             to_prefill -= shared // self._block_size * self._block_size
         self._set_backlog(sequence, to_prefill)
 

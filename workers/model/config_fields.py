@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from workers.model.errors import CheckpointError
@@ -34,9 +33,8 @@ class ConfigFields:
 
     def number(self, key: str, default: float | None = None, *, low: float, high: float) -> float:
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(key, value, "a number")
-        if not (math.isfinite(value) and low <= value <= high):
+        # Comparisons alone: they refuse NaN, and are exact for an int too large for a float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self._wrong(key, value, f"a number from {low:g} to {high:g}")
         return float(value)
 

@@ -37,8 +37,10 @@ def resolve_inside(folder: Path, name: str) -> Path:
     """
     if name != Path(name).name or name in ("", ".", ".."):
         raise CheckpointError(f"{folder}: file name {name[:200]!r} leads outside the folder")
-    real = (folder / name).resolve()
-    home = folder.resolve()
+    try:
+        real, home = (folder / name).resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself; a name that no file can have
+        raise CheckpointError(f"{folder}: file {name[:200]!r} cannot be found: {error}") from error
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
@@ -77,7 +79,7 @@ def _indexed_headers(folder: Path) -> list[SafetensorsHeader]:
             raise CheckpointError(f"{folder / INDEX_FILE}: {tensor[:200]!r} is not in a safetensors file")
         where[tensor] = name
     files = {name: resolve_inside(folder, name) for name in sorted(set(where.values()))}
-    absent = [name for name, file in files.items() if not file.is_file()]
+    absent = [name[:200] for name, file in files.items() if not _is_there(file)]
     if absent:
         raise CheckpointError(f"{folder}: {INDEX_FILE} names files that are not there: {', '.join(absent)}")
     headers = {name: read_header(file) for name, file in files.items()}
@@ -87,3 +89,10 @@ def _indexed_headers(folder: Path) -> list[SafetensorsHeader]:
     if problems:
         raise CheckpointError(f"{folder}: {INDEX_FILE} disagrees with the files:\n  " + "\n  ".join(problems))
     return list(headers.values())
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # as for a name that is too long
+        return False

@@ -74,8 +74,8 @@ def rotary_from_config(fields: ConfigFields, head_dim: int, max_positions: int) 
         trained_positions=original,
         factor=factor,
         attention_factor=_yarn_attention_factor(rope, factor),
-        beta_fast=rope.number("beta_fast", 0.0, low=0.0, high=1e6) or 32.0,
-        beta_slow=rope.number("beta_slow", 0.0, low=0.0, high=1e6) or 1.0,
+        beta_fast=_beta(rope, "beta_fast", 32.0),
+        beta_slow=_beta(rope, "beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
     )
 
@@ -98,6 +98,13 @@ def _original_positions(fields: ConfigFields, rope: ConfigFields, max_positions:
     if fields.has(key):
         return fields.integer(key, high=MAX_POSITIONS)
     return rope.integer(key, max_positions, high=MAX_POSITIONS)
+
+
+def _beta(rope: ConfigFields, key: str, default: float) -> float:
+    """Rotations at an end of the ramp; 0 counts as absent, as in transformers."""
+    if rope.number(key, 0.0, low=0.0, high=1e6) == 0:
+        return default
+    return rope.number(key, low=1e-6, high=1e6)  # the logarithm of the trained length over it is rounded
 
 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:

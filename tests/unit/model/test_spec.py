@@ -63,7 +63,11 @@ def test_mistral_window_absent_and_null() -> None:
             "rope type 'longrope' is not supported; supported are default, linear, dynamic, llama3, yarn",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_parameters lacks factor"),
-        ({"rope_scaling": {"type": "linear", "factor": "big"}}, "factor must be a number; got 'big'"),
+        ({"rope_scaling": {"type": "linear", "factor": "big"}}, "number from 0.001 to 1e+06; got 'big'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1e-320}},
+            "beta_fast must be a number from 1e-06 to 1e+06; got 1e-320",
+        ),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters per layer type (full_attention)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints (gptq) are not supported"),
         (
