@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from enum import IntEnum
 from threading import Lock
 from typing import NamedTuple
@@ -101,6 +102,21 @@ class FrameSocket:
             self._read_more()
         return frame
 
+    def receive_greeting(self, within_s: float, max_body_bytes: int) -> Frame:
+        """A frame of a peer that is not known yet: whole within that time, and no larger. Raises as
+        `receive`."""
+        deadline_s = time.monotonic() + within_s
+        try:
+            while (frame := self._next_received(max_body_bytes)) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise PeerSilent(f"no greeting within {within_s:g} s")
+                self._connection.settimeout(left_s)
+                self._read_more()
+        finally:
+            self._connection.settimeout(self._timeout_s)
+        return frame
+
     def receive_ready(self) -> list[Frame]:
         """Reads once from a readable socket and returns the frames now complete. Raises as `receive`."""
         self._read_more()
@@ -131,17 +147,19 @@ class FrameSocket:
             raise PeerClosed("connection closed")
         self._received += data
 
-    def _next_received(self) -> Frame | None:
+    def _next_received(self, max_body_bytes: int = MAX_BODY_BYTES) -> Frame | None:
         if len(self._received) < _HEADER.size:
             return None
-        length, kind = _HEADER.unpack_from(self._received)
-        if length > MAX_BODY_BYTES:
-            raise ProtocolError(f"frame of {length} bytes, the limit is {MAX_BODY_BYTES}")
-        if kind not in FrameKind._value2member_map_:
-            raise ProtocolError(f"unknown frame kind {kind}")
+        length, number = _HEADER.unpack_from(self._received)
+        if length > max_body_bytes:
+            raise ProtocolError(f"frame of {length} bytes, the limit is {max_body_bytes}")
+        try:
+            kind = FrameKind(number)
+        except ValueError:
+            raise ProtocolError(f"unknown frame kind {number}") from None
         end = _HEADER.size + length
         if len(self._received) < end:
             return None
         body = bytes(memoryview(self._received)[_HEADER.size : end])
         del self._received[:end]
-        return Frame(FrameKind(kind), body)
+        return Frame(kind, body)

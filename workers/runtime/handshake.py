@@ -56,13 +56,15 @@ def open_port(host: str) -> socket.socket:
     return listener
 
 
-def welcome(connection: socket.socket, token: str) -> tuple[FrameSocket, int, int] | None:
+def welcome(
+    connection: socket.socket, token: str, *, timeout_s: float = _HANDSHAKE_TIMEOUT_S
+) -> tuple[FrameSocket, int, int] | None:
     """Rank 0's side: (socket, rank, pid) of an authenticated follower, or None; then it is closed."""
-    frames = FrameSocket(connection, timeout_s=_HANDSHAKE_TIMEOUT_S)
+    frames = FrameSocket(connection, timeout_s=timeout_s)
     try:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         frames.send(FrameKind.CHALLENGE, nonce)
-        kind, body = frames.receive()
+        kind, body = frames.receive_greeting(timeout_s, _HELLO.size)
         if kind is FrameKind.HELLO and len(body) == _HELLO.size:
             rank, pid, signature = _HELLO.unpack(body)
             if hmac.compare_digest(signature, _sign(token, nonce, rank, pid)):
@@ -91,7 +93,7 @@ def join(rendezvous: Rendezvous, rank: int, *, timeout_s: float) -> FrameSocket:
                 ) from error
             time.sleep(0.05)
     frames = FrameSocket(connection, timeout_s=timeout_s)
-    kind, nonce = frames.receive()
+    kind, nonce = frames.receive_greeting(timeout_s, _NONCE_BYTES)
     if kind is not FrameKind.CHALLENGE:
         raise ProtocolError(f"expected a challenge from rank 0, got {kind.name}")
     pid = os.getpid()

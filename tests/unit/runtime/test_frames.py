@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import socket
+import struct
+import threading
+import time
 
 import pytest
 
 from workers.runtime.frames import FrameKind, FrameSocket, PeerClosed, PeerSilent, ProtocolError
-from workers.runtime.handshake import open_port
+from workers.runtime.handshake import new_token, open_port, welcome
 
 
 def test_frames_of_nonsense_are_refused():
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    ours.close()
-    theirs.close()
     listener = open_port("127.0.0.1")
     for noise, says in ((b"\xff\xff\xff\xff\x01", "4294967295 bytes"), (b"\0\0\0\0\x63", "kind 99")):
         client = socket.create_connection(listener.getsockname())
@@ -44,3 +44,42 @@ def test_frames_split_anywhere_come_out_whole():
     with pytest.raises(PeerClosed):
         frames.receive()
     frames.close()
+
+
+def _welcome(say: bytes, *, then_drip: bool = False) -> tuple[object, float]:
+    """What rank 0 makes of a peer that says this, and then a byte every 50 ms for ever; seconds it took."""
+    listener = open_port("127.0.0.1")
+    client = socket.create_connection(listener.getsockname())
+    connection, _ = listener.accept()
+    listener.close()
+    is_over = threading.Event()
+
+    def talk() -> None:
+        try:
+            client.sendall(say)
+            while then_drip and not is_over.wait(0.05):
+                client.sendall(b"x")
+        except OSError:
+            return  # rank 0 has had enough
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    began_s = time.monotonic()
+    made = welcome(connection, new_token(), timeout_s=0.3)
+    took_s = time.monotonic() - began_s
+    is_over.set()
+    talking.join(5)
+    client.close()
+    return made, took_s
+
+
+def test_a_peer_that_drips_its_greeting_is_not_waited_for_beyond_the_time():
+    made, took_s = _welcome(struct.pack("<IB", 40, FrameKind.HELLO), then_drip=True)
+    assert made is None
+    assert 0.25 < took_s < 1.5
+
+
+def test_a_peer_that_is_not_known_yet_cannot_announce_a_large_frame():
+    made, took_s = _welcome(struct.pack("<IB", 1 << 20, FrameKind.HELLO))
+    assert made is None
+    assert took_s < 0.25
