@@ -17,12 +17,13 @@ from workers.progress import Progress
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 1 with a sentence on stderr. Raises SystemExit(2) for bad options."""
     options = _parser().parse_args(arguments)
-    if not Path(options.model).expanduser().is_dir():
-        print(f"error: {options.model}: no such model folder", file=sys.stderr)
+    folder = Path(options.model).expanduser()
+    if not folder.is_dir():
+        print(f"error: {folder}: no such model folder", file=sys.stderr)
         return 1
     config = GroupConfig(
         model=ModelConfig(
-            path=options.model,
+            path=str(folder),
             dtype=options.dtype,
             quantization=options.quantization,
             max_model_len=options.max_model_len,

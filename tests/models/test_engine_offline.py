@@ -112,3 +112,12 @@ def test_bench_reports_each_batch(scripted: Path) -> None:
     assert [row["batch"] for row in rows] == [1, 3]
     assert all(row["prompt_tokens"] == 5 and row["ttft_ms"] > 0 and row["tpot_ms"] > 0 for row in rows)
     assert all(row["decode_tokens_per_s"] > 0 for row in rows)
+
+
+def test_a_tilde_means_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everywhere: the tokenizer, which knows no tilde, is given the same path."""
+    monkeypatch.setenv("HOME", "/home-of-a-test")
+    assert main(["generate", "~/model", "--prompt", "x"]) == 1
+    assert capsys.readouterr().err == "error: /home-of-a-test/model: no such model folder\n"
