@@ -205,7 +205,7 @@ class FetchTable:
             if offers:
                 fetch.num_offered = end
                 self._pull(fetch, offers)
-            fetch.source_is_done = is_complete
+            fetch.source_is_done |= is_complete
             self._end_if_done(fetch)
 
     def source_lost(self, fetch_id: int, reason: str) -> None:

@@ -9,7 +9,8 @@ It ends by stop(), or when the group cannot compute any more: then every request
 submitted later, gets an ERROR chunk `engine_dead`. Each accepted or refused choice thus gets exactly one
 chunk with a finish_reason.
 
-Not covered: a step that hangs. Executors bound their waits; stop() bounds its own.
+Not covered: a step that hangs. Executors bound their waits; stop() bounds its own. What a step had found when
+the engine itself failed in it is lost: the failure says that the group is.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class EngineLoop:
         self._closing_reason: str | None = None  # why nothing is taken any more
         self._failure: str | None = None
         self._stats = engine.stats()  # of the last output
+        self._unsaid: list[TokenChunk] = []  # for the next output, whatever happens before it
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     @property
@@ -126,24 +128,24 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self._emit([])
+            self._emit()
             while (commands := self._next_commands()) is not None:
                 has_news = False
-                ended: list[TokenChunk] = []
                 for command in commands:
                     if isinstance(command, GenerateRequest):
-                        ended += self._add(command)
+                        self._unsaid += self._add(command)
                     elif isinstance(command, _Abort):
-                        ended += self._cancel(command)
+                        self._unsaid += self._cancel(command)
                     else:
                         self._engine.handle(command)
                         has_news = True
                 if self._engine.has_timers():
                     has_news |= self._engine.sweep()
-                if ended or has_news or self._engine.has_report():
-                    self._emit(ended)
+                if self._unsaid or has_news or self._engine.has_report():
+                    self._emit()
                 if self._engine.can_step():
-                    self._emit(self._engine.step())
+                    self._unsaid += self._engine.step()
+                    self._emit()
         except GroupFailed as error:
             self._failure = str(error)
         except Exception as error:
@@ -196,25 +198,25 @@ class EngineLoop:
             self._closing_reason = reason
             left = [command for command in self._commands if isinstance(command, GenerateRequest)]
             self._commands.clear()
-        chunks = [error_chunk(*choice, _ENGINE_DEAD, reason) for choice in self._engine.unfinished()]
+        self._unsaid += [error_chunk(*choice, _ENGINE_DEAD, reason) for choice in self._engine.unfinished()]
         for request in left:
-            chunks += _refusal(request, _ENGINE_DEAD, reason)
+            self._unsaid += _refusal(request, _ENGINE_DEAD, reason)
         try:
             self._engine.fail_all()
         except Exception:
             # The failure may be the engine's own broken state; clients must hear of it all the same.
             _log.exception("the engine's state cannot be cleared")
         try:
-            self._emit(chunks, self._failure, is_last=True)
+            self._emit(self._failure, is_last=True)
         except Exception:
             _log.exception("nobody hears that the engine loop has ended")
 
-    def _emit(self, chunks: list[TokenChunk], failure: str | None = None, *, is_last: bool = False) -> None:
+    def _emit(self, failure: str | None = None, *, is_last: bool = False) -> None:
         self._stats = self._engine.stats()
-        events = tuple(self._engine.take_events())
+        chunks, self._unsaid = tuple(self._unsaid), []
         output = StepOutput(
-            chunks=tuple(chunks),
-            events=events,
+            chunks=chunks,
+            events=tuple(self._engine.take_events()),
             stats=self._stats,
             report=None if is_last else self._engine.take_report(),  # its clock may be what is broken
             failure=failure,

@@ -11,14 +11,7 @@ import pytest
 from tests.unit.engine.toy import ToyExecutor, Transcript, make_engine, make_request, numbers, reference, run
 from workers.config import TransferConfig
 from workers.engine.engine import Engine
-from workers.engine.exchange import (
-    ExchangeCommand,
-    Offered,
-    OpenLease,
-    Pulled,
-    Redirect,
-    SourceLost,
-)
+from workers.engine.exchange import ExchangeCommand, Offered, OpenLease, Pulled, Redirect, SourceLost
 from workers.engine.leases import LeaseId
 from workers.hashing import BlockHash, block_hashes
 from workers.types import BlockOffer, BlockRead, GenerateRequest, GroupId, KVSource, RequestId, SourceReads
@@ -230,6 +223,14 @@ def test_a_source_that_says_that_it_works_on_it_is_waited_for() -> None:
         assert not engine.sweep()
     now[0] = 16.5
     assert engine.sweep() and engine.stats().kv_fetches_stalled_total == 1
+
+
+def test_a_source_that_has_said_its_last_word_does_not_take_it_back() -> None:
+    engine, _, peers = _engine()
+    engine.add(_request())
+    engine.step()
+    _tell(engine, Offered(1, _offers(40), True), Offered(1, (), False), Pulled(1))
+    assert (peers.closed, engine.stats().kv_fetches_incomplete_total) == ([1], 1)
 
 
 def test_what_was_read_from_each_source_is_told() -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, replay
 from workers.engine.engine import Engine
-from workers.engine.exchange import OpenLease
+from workers.engine.exchange import Offered, OpenLease
 from workers.engine.leases import LeaseId
 from workers.engine.loop import EngineLoop, StepOutput
 from workers.engine.step import GroupFailed, StepPlan
 from workers.hashing import BlockHash, block_hashes
-from workers.types import BlockRead, FinishReason, GroupId, KVSource, RequestId, TokenChunk
+from workers.types import BlockOffer, BlockRead, FinishReason, GroupId, KVSource, RequestId, TokenChunk
 
 TIMEOUT_S = 10.0
 
@@ -256,6 +256,30 @@ def test_what_was_refused_or_cancelled_before_the_last_step_is_heard_of() -> Non
         released.set()
         assert listener.end("a")[0].error_code == "engine_dead"
         assert [chunk.finish_reason for chunk in listener.end("b")] == [FinishReason.CANCELLED]
+        assert [chunk.error_code for chunk in listener.end("bad")] == ["invalid_value"]
+
+
+def test_what_was_refused_just_before_a_command_that_ends_the_group_is_heard_of() -> None:
+    prompt = numbers(9)
+
+    class Peers:
+        """The source answers while the step that asks it runs, with another request behind it."""
+
+        def open(self, fetch_id: int, source: KVSource, hashes: Sequence[BlockHash]) -> None:
+            loop.submit(make_request("bad", (1000,)))
+            loop.exchange(Offered(fetch_id, (BlockOffer(index=0, block=3, generation=1),), False))
+
+        def pull(self, fetch_id: int, pull_id: int, blocks: Sequence[BlockRead]) -> None:
+            raise GroupFailed("rank 1 is gone")
+
+        def close(self, fetch_id: int) -> None:
+            """Nothing to close."""
+
+    engine, _ = make_engine(block_size=4, peers=Peers())
+    with _running(engine) as (loop, listener):
+        source = KVSource(group_id=GroupId("P"), host="h", port=1)
+        loop.submit(replace(make_request("a", prompt), kv_source=source))
+        assert [chunk.error for chunk in listener.end("a")] == ["rank 1 is gone"]
         assert [chunk.error_code for chunk in listener.end("bad")] == ["invalid_value"]
 
 
