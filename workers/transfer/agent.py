@@ -32,7 +32,8 @@ from workers.transfer.server import BlockServer
 from workers.transfer.source import Source
 from workers.transfer.transport import Reason, TransferFailed
 
-_IDLE_S: Final = 60.0  # a source that nobody has asked for so long loses its thread and connections
+# The next order for another source ends the thread and connections of one that nobody has asked for so long.
+_IDLE_S: Final = 60.0
 
 
 class Agent:
@@ -112,7 +113,7 @@ class Agent:
         if bad or not order.blocks:
             raise ValueError(f"pull of {len(order.blocks)} blocks; outside the own pool: {bad[:5]}")
         for idle in self._take_idle():
-            idle.close()
+            idle.cancel()  # its thread ends by itself: without orders it writes nothing
         with self._lock:
             if self._is_closing:
                 raise TransferFailed(Reason.CANCELLED, "this rank ends")

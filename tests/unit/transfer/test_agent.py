@@ -261,6 +261,24 @@ def test_a_source_that_is_not_asked_any_more_loses_its_thread(monkeypatch: pytes
         assert [route.endpoint for route in reader.agent.routes()] == [one.agent.endpoint]
 
 
+def test_an_order_does_not_wait_for_the_threads_of_idle_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller_module, "_END_TIMEOUT_S", 0.05)
+    started, go_on = Event(), Event()
+
+    def hold(_pull_id: int, _error: TransferFailed | None) -> None:
+        started.set()
+        assert go_on.wait(20)
+
+    of = layout()
+    with group(of) as [one], group(of) as [other], group(of) as [reader]:
+        reader.agent.pull(source_of([one]), Order(0, pairs([(0, 0)]), hold))
+        assert started.wait(20)
+        monkeypatch.setattr(agent_module, "_IDLE_S", 0.0)
+        time.sleep(0.01)
+        assert pull(reader.agent, source_of([other]), pairs([(0, 0)])) is None
+        go_on.set()
+
+
 def test_close_ends_orders_and_nothing_is_written_after_it() -> None:
     of = layout()
     with group(of) as [owner]:
