@@ -151,11 +151,12 @@ class BlockServer:
         if num_greeting >= _MAX_GREETING_PEERS or len(self._peers) >= _MAX_PEERS:
             connection.close()
             return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEP_ALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        try:
+            _set_up(connection)
+        except OSError as error:  # as when the peer is gone already
+            _log.info("a KV reader at %s could not be served: %s", address[0], error)
+            connection.close()
+            return
         peer = _Peer(
             connection=connection,
             address=str(address[0]),
@@ -228,7 +229,7 @@ class BlockServer:
 
     def _hand_over(self, peer: _Peer, pair: Pair, behind: Iterable[Message]) -> None:
         """behind: what has come with it, which is for the pair."""
-        self._pairs = {pair for pair in self._pairs if not pair.is_over}
+        self._pairs = {known for known in self._pairs if not known.is_over}
         if len(self._pairs) >= _MAX_PAIRS:
             raise _Dropped(f"there are {_MAX_PAIRS} process groups already")
         self._selector.unregister(peer.connection)
@@ -290,3 +291,12 @@ class BlockServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
+
+
+def _set_up(connection: socket.socket) -> None:
+    """Raises OSError."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -79,6 +79,17 @@ def test_garbage_is_dropped_and_the_others_are_served(data: bytes) -> None:
         assert serves(rank)
 
 
+def test_a_connection_that_cannot_be_set_up_is_dropped_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with owner() as rank:
+        with monkeypatch.context() as broken:
+            broken.setattr(server, "_KEEP_ALIVE", ((socket.TCP_KEEPIDLE, -1),))  # the system says no
+            with closing(raw(rank)) as peer:
+                assert is_dropped(peer)
+        assert serves(rank)
+
+
 def test_noise_behind_a_greeting_harms_nobody() -> None:
     noise = random.Random(0)
     good = encode(read())
