@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from ray.exceptions import RayError
@@ -19,9 +20,19 @@ _log = logging.getLogger(__name__)
 class DirectoryLease:
     """Keeps one entry in the directory. All methods belong to one asyncio loop."""
 
-    def __init__(self, application: str, entry: GroupEntry) -> None:
+    def __init__(
+        self,
+        application: str,
+        entry: GroupEntry,
+        *,
+        open_directory: Callable[[str, str], Any] = open_directory,
+        renew_s: float = RENEW_S,
+    ) -> None:
+        """open_directory: makes a handle of the actor, for an application and an id should it be new."""
         self._application = application
         self._entry = entry
+        self._open_directory = open_directory
+        self._renew_s = renew_s
         self._directory: Any = None  # handle of the actor
         self._is_published = False
         self._changed = asyncio.Event()
@@ -65,8 +76,11 @@ class DirectoryLease:
             except (RayError, TimeoutError, ValueError) as error:  # ValueError: the name is just being freed
                 _log.warning("directory of %s not reached: %s", self._application, error)
                 self._directory, self._is_published = None, False
+            except Exception:  # a task that ended would take a living group out of the list, without a word
+                _log.exception("directory of %s", self._application)
+                self._directory, self._is_published = None, False
             try:
-                async with asyncio.timeout(RENEW_S):
+                async with asyncio.timeout(self._renew_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
@@ -74,7 +88,7 @@ class DirectoryLease:
     async def _register_or_renew(self) -> None:
         if self._directory is None:
             new_id = secrets.token_hex(8)
-            self._directory = await asyncio.to_thread(open_directory, self._application, new_id)
+            self._directory = await asyncio.to_thread(self._open_directory, self._application, new_id)
         entry = self._entry
         if self._is_published and await self._directory.renew.remote(entry.group_id, entry.epoch):
             return
