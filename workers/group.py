@@ -60,6 +60,7 @@ class WorkerGroup:
         replica_id = context.replica_id.unique_id
         self._settings = settings
         self._failure: str | None = None
+        self._has_failed = asyncio.Event()
         self._client: SubmitClient | None = None
         self._info: GroupInfo | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -150,6 +151,8 @@ class WorkerGroup:
         identity = ClientIdentity(client_id=f"front-{entry.group_id}", secret=secret, subscribes=False)
         self._client = SubmitClient(identity, on_lost=lambda reason: self._fail(f"rank 0 is gone: {reason}"))
         await self._client.connect(*loaded.address)
+        if self._failure is not None:  # rank 0 is gone already
+            raise GroupFailure(self._failure)
         self._lease.change(
             replace(self._lease.entry, phase=GroupPhase.READY, reason="", address=loaded.address)
         )
@@ -177,11 +180,21 @@ class WorkerGroup:
         return f"the group did not start: {error}"
 
     async def _watch_ranks(self) -> None:
-        self._fail(await self._ranks.first_end())
+        """Ends the ranks once one is over or rank 0 is silent: a stopped process does not end by itself."""
+        first_end = asyncio.create_task(self._ranks.first_end())
+        lost = asyncio.create_task(self._has_failed.wait())
+        try:
+            await asyncio.wait((first_end, lost), return_when=asyncio.FIRST_COMPLETED)
+            if first_end.done():
+                self._fail(first_end.result())
+        finally:
+            first_end.cancel()
+            lost.cancel()
         await self._ranks.end()
 
     def _fail(self, reason: str) -> None:
         if self._failure is None and self._lease.entry.phase is not GroupPhase.DRAINING:
             self._failure = reason
+            self._has_failed.set()
             self._lease.change(replace(self._lease.entry, phase=GroupPhase.FAILED, reason=reason))
             _log.error("group %s failed: %s", self._lease.entry.group_id, reason)

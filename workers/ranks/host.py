@@ -16,6 +16,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from workers.data_plane.server import StreamServer
 from workers.engine.engine import Engine
@@ -109,14 +110,15 @@ class LeaderHost:
 
     async def stop(self, reason: str) -> None:
         """End requests with the reason, then the engine, then the exchange, then the other ranks."""
-        await self._dismiss(reason, is_planned=True)
-        if self._exchange is not None:
-            await self._exchange.disconnect()
-        if self._engine_loop is not None:
-            await asyncio.to_thread(self._engine_loop.stop, _STOP_TIMEOUT_S)
-        if self._exchange is not None:
-            await self._exchange.close()
-        await asyncio.to_thread(self._leader.close)
+        async with AsyncExitStack() as rest:  # last first; all, also when one part fails
+            rest.push_async_callback(asyncio.to_thread, self._leader.close)
+            if self._exchange is not None:
+                rest.push_async_callback(self._exchange.close)
+            if self._engine_loop is not None:
+                rest.push_async_callback(asyncio.to_thread, self._engine_loop.stop, _STOP_TIMEOUT_S)
+            if self._exchange is not None:
+                rest.push_async_callback(self._exchange.disconnect)
+            await self._dismiss(reason, is_planned=True)
 
     def _exchanging_engine(self, facts: RankFacts) -> Engine | None:
         """An engine that exchanges blocks with other groups; None where that cannot be: it can do without."""
@@ -206,6 +208,8 @@ class FollowerHost:
 
     def follow(self) -> None:
         """Compute until rank 0 ends the group. Raises what `Follower.follow` raises."""
-        self._follower.follow()
-        self._exchange.close()
-        self._follower.close()
+        try:
+            self._follower.follow()
+        finally:
+            self._exchange.close()
+        self._follower.close()  # in order only: it would wait for ranks that may be dead
