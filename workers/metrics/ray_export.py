@@ -42,12 +42,14 @@ class RayExporter:
 
 async def keep_exporting(families: Callable[[], Iterable[Metric]], *, period_s: float = PERIOD_S) -> None:
     """Exports until cancelled. What `families` returns is walked through in a thread, so it had better be a
-    generator over what does not change. A failure is logged once, and tried again: serving goes on."""
+    generator over what does not change. A failure is logged when it begins, and tried again: serving
+    goes on."""
     exporter = RayExporter()
     has_failed = False
     while True:
         try:
             await asyncio.to_thread(exporter.export, families())
+            has_failed = False
         except Exception as error:  # whatever Ray raises
             if not has_failed:
                 _log.warning("metrics are not exported through Ray: %r", error)
