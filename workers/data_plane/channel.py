@@ -57,6 +57,7 @@ class Channel(asyncio.Protocol):
         self._on_open = on_open
         self._reader = frame_reader(MAX_GREETING_BYTES)
         self._max_outgoing_bytes = max_outgoing_bytes
+        self._large_bytes = 0  # of a write above the limit that may still be waiting
         self._transport: asyncio.Transport | None = None
         self._reason: str | None = None
         self.heard_s = asyncio.get_running_loop().time()  # loop time at which bytes last came
@@ -75,13 +76,18 @@ class Channel(asyncio.Protocol):
         self.write(b"".join([encode(message) for message in messages]))
 
     def write(self, data: bytes) -> None:
-        """Writes encoded frames, or drops the peer when too much is waiting for it already."""
+        """Writes encoded frames, or drops the peer when too much is waiting for it already: more than the
+        limit, beside one write that is larger than that by itself, as a snapshot may be."""
         if self._transport is None or self._reason is not None:
             return
         waiting = self._transport.get_write_buffer_size()
-        if waiting > self._max_outgoing_bytes:
+        if waiting <= self._max_outgoing_bytes:
+            self._large_bytes = 0
+        elif waiting > self._max_outgoing_bytes + self._large_bytes:
             self.drop(f"the peer does not read: {waiting} bytes are waiting for it")
             return
+        if len(data) > self._max_outgoing_bytes:
+            self._large_bytes = max(self._large_bytes, len(data))
         self._transport.write(data)
 
     def close(self, reason: str) -> None:
