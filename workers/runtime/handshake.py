@@ -43,19 +43,6 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def open_port(host: str) -> socket.socket:
-    """A listening socket on a free port of one address, and only of that address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(64)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def welcome(
     connection: socket.socket, token: str, *, timeout_s: float = _HANDSHAKE_TIMEOUT_S
 ) -> tuple[FrameSocket, int, int] | None:

@@ -14,35 +14,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it without saying so
+from torch._C._distributed_c10d import TCPStore
 
 from workers.engine.step import GroupFailed
 from workers.model.parallel import TensorParallel
-from workers.runtime.handshake import open_port
 
 _SIOCGIFADDR = 0x8915  # Linux: address of a network interface
-_START_TIMEOUT_S = 60.0
-
-
-def open_store(host: str) -> TCPStore:
-    """Rank 0's store, on a free port of `host`."""
-    listener = open_port(host)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_START_TIMEOUT_S),
-        master_listen_fd=listener.detach(),
-    )
-
-
-def connect_store(host: str, port: int) -> TCPStore:
-    """A follower's connection to the store."""
-    return TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_START_TIMEOUT_S)
-    )
+STORE_TIMEOUT_S = 60.0  # for the ranks to meet
 
 
 class ProcessGroup:

@@ -30,6 +30,7 @@ from workers.engine.meter import MeteredModel
 from workers.engine.step import Executor, GroupFailed, SampleTask, SequenceSlice, StepPlan
 from workers.kernels import StepMessage, passes
 from workers.model.parallel import TensorParallel
+from workers.ports import connect_store, open_port, open_store
 from workers.runtime import shared_memory
 from workers.runtime.agreement import (
     agree_on_identity,
@@ -40,9 +41,9 @@ from workers.runtime.agreement import (
 )
 from workers.runtime.executor import GroupExecutor, LocalExecutor
 from workers.runtime.follower_link import FollowerLink
-from workers.runtime.handshake import Facts, Rendezvous, new_token, open_port
+from workers.runtime.handshake import Facts, Rendezvous, new_token
 from workers.runtime.leader_link import LeaderLink
-from workers.runtime.process_group import ProcessGroup, connect_store, open_store
+from workers.runtime.process_group import STORE_TIMEOUT_S, ProcessGroup
 from workers.runtime.rank_model import RankFacts, RankModel
 from workers.runtime.runner import ModelRunner
 from workers.types import SamplingParams
@@ -91,7 +92,7 @@ class Leader:
         self._prepared: dict[int, Facts] = {}
         self._ranks_on_machine = 1
         if config.parallel.tensor_parallel > 1:
-            self._store = open_store(host)
+            self._store = open_store(host, timeout_s=STORE_TIMEOUT_S)
             listener = open_port(host)
             self._rendezvous = Rendezvous(
                 host=host,
@@ -260,7 +261,8 @@ class Follower:
     def _load(self, link: FollowerLink, prepare: Prepare) -> None:
         model = RankModel(self._config, self._rank)
         agreed = link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S)
-        store = connect_store(self._rendezvous.host, self._rendezvous.store_port)
+        meeting = self._rendezvous
+        store = connect_store(meeting.host, meeting.store_port, timeout_s=STORE_TIMEOUT_S)
         self._group = _process_group(self._config, self._rank, link.own_address, store, model.device)
         parallel = self._group.parallel
         if model.device.type == "cpu":

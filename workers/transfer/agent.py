@@ -11,7 +11,6 @@ Threads: one serves all readers; one for each source that is being read.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from contextlib import ExitStack
 from threading import Lock
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from workers.ports import open_port
 from workers.transfer.choice import TRANSPORTS
 from workers.transfer.cross_memory import MEMORY, Proof, allow_readers
 from workers.transfer.layout import KVLayout
@@ -82,7 +82,7 @@ class Agent:
             transports=settings.transports,
             memory=self._memory_facts(generations),
         )
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = open_port(host)
         self._endpoint = Endpoint(host, listener.getsockname()[1])
         self._server = BlockServer(listener, source, facts, settings.secret)
 

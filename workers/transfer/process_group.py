@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from workers.framing import FrameReader
+from workers.ports import connect_store, open_store
 from workers.transfer.layout import Piece
 from workers.transfer.link import PeerLink, limit_waits
 from workers.transfer.messages import (
@@ -117,10 +118,9 @@ class PairReader:
         self._link = link
         self._pool = pool
         host, device = link.own_address, pool.blocks.device
-        limit = timedelta(seconds=timeout_s)
         self._buffer = torch.empty(_buffer_bytes(pool), dtype=torch.uint8, device=device)
         try:
-            store = _open_store(host, limit)
+            store = open_store(host, timeout_s=timeout_s)
             link.send(Pair(host=host, port=store.port, timeout_s=timeout_s))
             self._group = PairGroup(store, _READER, host, device, timeout_s)
         except RuntimeError as error:
@@ -221,8 +221,7 @@ class PairOwner:
 
     def _serve(self) -> None:
         pair, pool = self._pair, self._source.pool
-        limit = timedelta(seconds=self._timeout_s)
-        store = TCPStore(pair.host, pair.port, is_master=False, wait_for_workers=False, timeout=limit)
+        store = connect_store(pair.host, pair.port, timeout_s=self._timeout_s)
         host = str(self._connection.getsockname()[0])
         group = PairGroup(store, _OWNER, host, pool.blocks.device, self._timeout_s)
         buffer = torch.empty(_buffer_bytes(pool), dtype=torch.uint8, device=pool.blocks.device)
@@ -261,20 +260,6 @@ class PairOwner:
         self._connection.sendall(encode(Data(number=request.number)))
         group.send(gathered.view(-1))
         self._connection.sendall(encode(Trailer(number=request.number, is_current=is_current, checksums=())))
-
-
-def _open_store(host: str, limit: timedelta) -> TCPStore:
-    """On a free port of that address only."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=limit,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _buffer_bytes(pool: PoolBytes) -> int:

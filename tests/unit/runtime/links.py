@@ -7,9 +7,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from workers.ports import open_port
 from workers.runtime.follower_link import FollowerLink
 from workers.runtime.frames import Frame, FrameKind, FrameSocket
-from workers.runtime.handshake import Rendezvous, join, new_token, open_port
+from workers.runtime.handshake import Rendezvous, join, new_token
 from workers.runtime.leader_link import LeaderLink
 
 TIMEOUT_S = 1.0

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from workers.ports import open_port
 from workers.runtime.frames import FrameKind, FrameSocket, PeerClosed, PeerSilent, ProtocolError
-from workers.runtime.handshake import new_token, open_port, welcome
+from workers.runtime.handshake import new_token, welcome
 
 
 def test_frames_of_nonsense_are_refused():

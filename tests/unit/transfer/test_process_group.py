@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import workers.transfer.process_group as process_group
 from tests.unit.transfer.processes import Child, Processes, layout_of
 from tests.unit.transfer.ranks import SECRET, pairs
+from workers.ports import open_store
 from workers.transfer.layout import Piece, reads
 from workers.transfer.link import PeerLink
 from workers.transfer.messages import Data, Pair, Read, Trailer, encode
@@ -94,7 +94,7 @@ def test_a_stopped_owner_is_noticed_by_the_timeout(processes: Processes) -> None
 def test_requests_that_come_with_the_wish_to_pair_are_answered(processes: Processes) -> None:
     owner = processes.owner(NUM_BLOCKS, 64)
     link = PeerLink(owner.endpoint, SECRET, timeout_s=TIMEOUT_S)
-    store = process_group._open_store("127.0.0.1", timedelta(seconds=TIMEOUT_S))
+    store = open_store("127.0.0.1", timeout_s=TIMEOUT_S)
     request = encode(
         Read(number=1, blocks=(2,), generations=(0,), offset=0, num_bytes=64 << 10, has_checksums=False)
     )
