@@ -18,14 +18,14 @@ from typing import NewType
 
 BlockHash = NewType("BlockHash", bytes)
 
-_DIGEST_BYTES = 16
+HASH_BYTES = 16
 _SALT = b"tandem salt"  # personalization
 
 
 def root_hash(salt: str) -> BlockHash:
     """What stands in for the block before the first one."""
     raw = salt.encode("utf-8", "surrogatepass")
-    return BlockHash(blake2b(raw, digest_size=_DIGEST_BYTES, person=_SALT).digest())
+    return BlockHash(blake2b(raw, digest_size=HASH_BYTES, person=_SALT).digest())
 
 
 def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
@@ -47,7 +47,7 @@ def block_hashes(token_ids: Sequence[int], block_size: int, salt: str = "") -> l
 
 
 def _digest(parent: BlockHash, packed: bytes) -> BlockHash:
-    return BlockHash(blake2b(parent + packed, digest_size=_DIGEST_BYTES).digest())
+    return BlockHash(blake2b(parent + packed, digest_size=HASH_BYTES).digest())
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:

@@ -7,6 +7,7 @@ delays no other. Outgoing bytes are bounded: a peer that does not read is droppe
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 import socket
 from collections.abc import Callable
@@ -27,7 +28,6 @@ from workers.data_plane.wire import (
     encode,
     frame_reader,
     hello_mac,
-    is_same_mac,
     welcome_mac,
 )
 from workers.types import GroupInfo
@@ -214,7 +214,7 @@ class _Handshake:
         assert self._server_nonce is not None
         identity = self._identity
         expected = welcome_mac(identity.secret, self._server_nonce, self._nonce, identity.client_id)
-        if not is_same_mac(expected, welcome.mac):
+        if not hmac.compare_digest(expected, welcome.mac):
             raise WireError("the server does not know the application's secret")
         if self._abandoned or self._welcomed.done():
             raise WireError("welcomed too late")

@@ -11,6 +11,7 @@ A client that does not read, stays silent or sends nonsense loses its connection
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import secrets
 from collections import deque
@@ -42,7 +43,6 @@ from workers.data_plane.wire import (
     WireError,
     encode,
     hello_mac,
-    is_same_mac,
     welcome_mac,
 )
 from workers.engine.loop import StepOutput
@@ -281,7 +281,7 @@ class StreamServer:
         if not isinstance(message, Hello):
             raise WireError(f"{type(message).__name__} before HELLO")
         expected = hello_mac(self._secret, client.nonce, message.nonce, message.client_id)
-        if not is_same_mac(expected, message.mac):
+        if not hmac.compare_digest(expected, message.mac):
             raise WireError(f"client {message.client_id!r} does not know the application's secret")
         if self._failure is not None:
             client.channel.send(Goodbye(reason=self._failure))

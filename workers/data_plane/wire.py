@@ -28,12 +28,12 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 from msgspec import Meta
 
 from workers.framing import FrameProtocol, FrameReader
-from workers.hashing import BlockHash
+from workers.hashing import HASH_BYTES, BlockHash
 from workers.report import GroupReport
 from workers.types import BlockEvent, GenerateRequest, GroupInfo, GroupStats, KVSource, RequestId, TokenChunk
 
@@ -45,7 +45,7 @@ MAX_GREETING_BYTES: Final = 4 << 10  # until a peer has shown that it knows the 
 MAX_LEASE_BLOCKS: Final = 65_536  # hashes in one lease: a million tokens
 
 _LeaseNumber = Annotated[int, Meta(ge=0, lt=1 << 62)]
-_LeaseHash = Annotated[BlockHash, Meta(min_length=16, max_length=16)]
+_LeaseHash = Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 _Block = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Port = Annotated[int, Meta(ge=1, le=65_535)]
@@ -225,29 +225,23 @@ class LeaseRefused:
     reason: _Text
 
 
+# A frame's kind is the place of its message here: new ones go to the end.
 Message = (
     Challenge | Hello | Welcome | Snapshot | Events | Stats | Chunks | Submit | Accepted | Refused | Abort
     | Ping | Pong | Goodbye | Resync | Redirect | OpenLease | RenewLeases | CloseLease | KVPool | LeaseOffer
     | LeaseRefused
 )  # fmt: skip
-
-_TYPES: Final[tuple[type[Message], ...]] = (
-    Challenge, Hello, Welcome, Snapshot, Events, Stats, Chunks, Submit, Accepted, Refused, Abort,
-    Ping, Pong, Goodbye, Resync, Redirect, OpenLease, RenewLeases, CloseLease, KVPool, LeaseOffer,
-    LeaseRefused,
-)  # fmt: skip
-_PROTOCOL: Final = FrameProtocol(_TYPES, WireError)
-decode: Final = _PROTOCOL.decode  # (kind, body)
+PROTOCOL: Final[FrameProtocol[Message]] = FrameProtocol(get_args(Message), WireError)
 
 
 def encode(message: Message, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """The frame of a message. Raises WireError when it cannot be written or is too large."""
-    return _PROTOCOL.encode(message, max_frame_bytes)
+    return PROTOCOL.encode(message, max_frame_bytes)
 
 
 def frame_reader(max_frame_bytes: int) -> FrameReader[Message]:
     """For one connection. Raises WireError at the first frame that is larger, or malformed."""
-    return FrameReader(_PROTOCOL, max_frame_bytes)
+    return FrameReader(PROTOCOL, max_frame_bytes)
 
 
 def hello_mac(secret: bytes, server_nonce: bytes, client_nonce: bytes, client_id: str) -> bytes:
@@ -258,11 +252,6 @@ def hello_mac(secret: bytes, server_nonce: bytes, client_nonce: bytes, client_id
 def welcome_mac(secret: bytes, server_nonce: bytes, client_nonce: bytes, client_id: str) -> bytes:
     """What a server must know the secret to compute."""
     return _mac(secret, b"tandem server", server_nonce, client_nonce, client_id.encode())
-
-
-def is_same_mac(left: bytes, right: bytes) -> bool:
-    """Comparison whose time does not tell where the two differ."""
-    return hmac.compare_digest(left, right)
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from workers.group_start import pool_of
 from workers.histogram import HistogramCell
 from workers.report import TRANSFER_S, PullCounts
 from workers.types import GroupId, Role
@@ -51,6 +52,6 @@ class PullMeter:
 
 
 def _role_of(group: GroupId) -> str:
-    """A group's id begins with the name of its pool, which is its role."""
-    pool = group.partition("-")[0]
+    """The pool of a group is named by its role."""
+    pool = pool_of(group)
     return pool if pool in {role.value for role in Role} else _OTHER

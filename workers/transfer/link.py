@@ -7,6 +7,7 @@ thread uses it; any thread may `cancel`, which makes the other's wait end.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import secrets
 import socket
 import struct
@@ -29,7 +30,6 @@ from workers.transfer.messages import (
     Welcome,
     encode,
     hello_mac,
-    is_same_mac,
     transfer_key,
     welcome_mac,
 )
@@ -149,7 +149,7 @@ class PeerLink:
         welcome = self.receive(MAX_GREETING_BYTES)
         if not isinstance(welcome, Welcome):
             raise self.unexpected(welcome)
-        if not is_same_mac(welcome.mac, welcome_mac(key, challenge.nonce, nonce, welcome.facts)):
+        if not hmac.compare_digest(welcome.mac, welcome_mac(key, challenge.nonce, nonce, welcome.facts)):
             raise self._failed(Reason.REFUSED, "the owner does not know the application's secret")
         return welcome.facts
 

@@ -9,6 +9,7 @@ served for longer than a turn while others wait.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import secrets
 import selectors
@@ -37,7 +38,6 @@ from workers.transfer.messages import (
     encode,
     frame_reader,
     hello_mac,
-    is_same_mac,
     transfer_key,
     welcome_mac,
 )
@@ -217,7 +217,7 @@ class BlockServer:
                 peer.send_by_s = time.monotonic() + _SEND_TIMEOUT_S
             peer.requests.append(message)
         elif not peer.is_known and isinstance(message, Hello):
-            if not is_same_mac(message.mac, hello_mac(self._key, peer.nonce, message.nonce)):
+            if not hmac.compare_digest(message.mac, hello_mac(self._key, peer.nonce, message.nonce)):
                 raise _Dropped("it does not know the application's secret")
             peer.is_known = True
             peer.send_by_s = time.monotonic() + _SEND_TIMEOUT_S
