@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from workers.data_plane.block_log import BlockLog
 from workers.data_plane.channel import Channel, SilenceCheck
-from workers.data_plane.lease_desk import LeaseDesk, LeaseMessage
+from workers.data_plane.lease_server import LeaseMessage, LeaseServer
 from workers.data_plane.live_requests import LiveRequests
 from workers.data_plane.server_terms import EngineInput, ServerLimits
 from workers.data_plane.wire import (
@@ -82,14 +82,14 @@ class StreamServer:
         secret: bytes,
         limits: ServerLimits | None = None,
         on_redirect: Callable[[RequestId, KVSource | None], None] | None = None,
-        desk: LeaseDesk | None = None,
+        lease_server: LeaseServer | None = None,
     ) -> None:
         """`on_redirect` tells the engine to read a request's blocks from elsewhere, or nowhere; without it
-        the group reads no blocks of others. `desk`: for those who read its own."""
+        the group reads no blocks of others. `lease_server`: for those who read its own."""
         self._info = info
         self._secret = secret
         self._on_redirect = on_redirect
-        self._desk = desk or LeaseDesk()
+        self._lease_server = lease_server or LeaseServer()
         self._limits = limits or ServerLimits()
         self._engine: EngineInput | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -273,7 +273,7 @@ class StreamServer:
             case Pong():
                 pass
             case _ if isinstance(message, LeaseMessage):
-                self._desk.handle(channel, message)
+                self._lease_server.handle(channel, message)
             case _:
                 raise WireError(f"a client does not send {type(message).__name__}")
 
@@ -343,7 +343,7 @@ class StreamServer:
 
     def _leave(self, client: _Client) -> None:
         """Nobody reads this client's tokens any more, nor our blocks for it."""
-        self._desk.leave(client.channel)
+        self._lease_server.leave(client.channel)
         if client.client_id is None or self._clients.get(client.client_id) is not client:
             return
         del self._clients[client.client_id]
@@ -366,7 +366,7 @@ class StreamServer:
             await asyncio.sleep(self._limits.heartbeat_s)
             now_s = self._loop.time()
             may_judge = silence.may_judge(now_s)
-            self._desk.beat()
+            self._lease_server.beat()
             beat = encode(Stats(stats=self._stats, report=self._report)) + encode(Ping())
             for client in list(self._connections.values()):
                 silent_s = now_s - client.channel.heard_s

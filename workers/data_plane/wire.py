@@ -13,7 +13,7 @@ Frames are those of `workers.framing`. Life of a connection (C client, S server)
     S  CHUNKS      all tokens of one step for this client, in one frame
     C  ABORT       the request is not wanted any more
     C  REDIRECT    read what is missing of the prompt's blocks from another group, or compute it
-    C  OPEN_LEASE, RENEW_LEASES, CLOSE_LEASE: keep these blocks for me to read; see `lease_desk`
+    C  OPEN_LEASE, RENEW_LEASES, CLOSE_LEASE: keep these blocks for me to read; see `lease_server`
     S  KV_POOL     before the first answer to a lease: how blocks lie, and who gives out their bytes
     S  LEASE_OFFER further blocks of a lease, in the order that was asked for; or LEASE_REFUSED
     S  PING, C PONG; either side drops a peer that has been silent for too long

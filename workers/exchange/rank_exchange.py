@@ -1,7 +1,7 @@
 """What a rank's process has to exchange KV blocks with other groups, beside its engine and model.
 
 Every rank has an agent, which gives out the bytes of its pool and copies those of others into it. Rank 0 also
-talks with other groups about which: `peers` reads, `desk` lends.
+talks with other groups about which: `peers` reads, `lease_server` lends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from workers.data_plane.channel import ClientIdentity
-from workers.data_plane.lease_desk import LeaseDesk
+from workers.data_plane.lease_server import LeaseServer
 from workers.data_plane.wire import KVPool
 from workers.engine.loop import EngineLoop
 from workers.exchange.group_peers import GroupPeers
@@ -65,7 +65,7 @@ class LeaderExchange:
         identity = ClientIdentity(client_id=f"reader-{start.group_id}", secret=start.secret, subscribes=False)
         transfer = start.config.transfer
         self.peers = GroupPeers(identity=identity, layout=self._layout, transfer=transfer)
-        self.desk = LeaseDesk(heartbeat_s=transfer.heartbeat_s)
+        self.lease_server = LeaseServer(heartbeat_s=transfer.heartbeat_s)
         self.first_generation = secrets.randbits(_GENERATION_BITS)
 
     def load(self, pool: torch.Tensor, generations: memoryview, host: str) -> None:
@@ -99,7 +99,7 @@ class LeaderExchange:
             link.hear_reports(pulls.on_report)
         self.peers.start(pulls, engine_loop.exchange)
         endpoints = tuple((host, port) for host, port in (agent.endpoint, *self._others))
-        self.desk.open(KVPool(layout=asdict(self._layout), endpoints=endpoints), engine_loop)
+        self.lease_server.open(KVPool(layout=asdict(self._layout), endpoints=endpoints), engine_loop)
 
     async def disconnect(self) -> None:
         """Asks other groups for nothing any more. May be called twice."""

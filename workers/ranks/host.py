@@ -73,7 +73,7 @@ class LeaderHost:
             info=info,
             secret=self._start.secret,
             on_redirect=self._redirect if exchange is not None else None,
-            desk=exchange.desk if exchange is not None else None,
+            lease_server=exchange.lease_server if exchange is not None else None,
         )
         return info
 
@@ -106,7 +106,7 @@ class LeaderHost:
     @property
     def num_leases(self) -> int:
         """Readers of this group's blocks."""
-        return self._exchange.desk.num_leases if self._exchange is not None else 0
+        return self._exchange.lease_server.num_leases if self._exchange is not None else 0
 
     async def stop(self, reason: str) -> None:
         """End requests with the reason, then the engine, then the exchange, then the other ranks."""
@@ -141,7 +141,7 @@ class LeaderHost:
             schedule=config.schedule,
             executor=self._leader.executor,
             peers=exchange.peers if exchange is not None else None,
-            on_offer=exchange.desk.on_offer if exchange is not None else None,
+            on_offer=exchange.lease_server.on_offer if exchange is not None else None,
             transfer=config.transfer,
             first_generation=exchange.first_generation if exchange is not None else 0,
             metered=self._metered,

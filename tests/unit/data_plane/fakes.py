@@ -16,7 +16,7 @@ from router.dispatch.groups import GroupLimits
 from router.dispatch.link import LinkLimits
 from router.routing.policy import PolicyConfig
 from workers.data_plane.channel import ClientIdentity
-from workers.data_plane.lease_desk import LeaseDesk
+from workers.data_plane.lease_server import LeaseServer
 from workers.data_plane.server import StreamServer
 from workers.data_plane.server_terms import ServerLimits
 from workers.data_plane.submit import SubmitClient, SubmitRefused
@@ -243,13 +243,13 @@ async def start_group(
     steps: bool = True,
     engine: FakeEngine | None = None,
     described: GroupInfo | None = None,
-    desk: LeaseDesk | None = None,
+    lease_server: LeaseServer | None = None,
 ) -> FakeGroup:
     """A group on a loopback port; `steps`: its engine runs by itself."""
     engine = engine or FakeEngine()
     described = described or info(name, epoch)
     server = StreamServer(
-        info=described, secret=SECRET, limits=limits, on_redirect=engine.redirect, desk=desk
+        info=described, secret=SECRET, limits=limits, on_redirect=engine.redirect, lease_server=lease_server
     )
     engine.on_output = server.on_output
     host, port = await server.start(engine, "127.0.0.1")
@@ -321,10 +321,10 @@ class Cluster:
 
 @asynccontextmanager
 async def serving(
-    limits: ServerLimits = FAST_SERVER, *, steps: bool = False, desk: LeaseDesk | None = None
+    limits: ServerLimits = FAST_SERVER, *, steps: bool = False, lease_server: LeaseServer | None = None
 ) -> AsyncIterator[FakeGroup]:
     """A group behind its server, stopped at the end."""
-    group = await start_group(limits=limits, steps=steps, desk=desk)
+    group = await start_group(limits=limits, steps=steps, lease_server=lease_server)
     try:
         yield group
     finally:

@@ -13,7 +13,7 @@ from tests.unit.data_plane.fakes import FAST_SERVER, SECRET, FakeGroup, run, ser
 from tests.unit.transfer.layouts import layout
 from workers.config import TransferConfig
 from workers.data_plane.channel import ClientIdentity
-from workers.data_plane.lease_desk import LeaseDesk
+from workers.data_plane.lease_server import LeaseServer
 from workers.data_plane.server import ServerLimits
 from workers.data_plane.wire import KVPool
 from workers.engine.exchange import CloseLease as EndLease
@@ -40,7 +40,7 @@ def pool_of(what: KVLayout, port: int = 4000) -> KVPool:
 
 
 class Lender:
-    """The source's engine, seen from its desk."""
+    """The source's engine, as its leases see it."""
 
     def __init__(self) -> None:
         self.commands: list[ExchangeCommand] = []
@@ -67,8 +67,8 @@ class Agent:
 class Bench:
     """A source and a reader of its blocks."""
 
-    def __init__(self, group: FakeGroup, desk: LeaseDesk, transfer: TransferConfig) -> None:
-        self.group, self.desk, self.lender, self.agent = group, desk, Lender(), Agent()
+    def __init__(self, group: FakeGroup, lease_server: LeaseServer, transfer: TransferConfig) -> None:
+        self.group, self.lease_server, self.lender, self.agent = group, lease_server, Lender(), Agent()
         self.heard: list[ExchangeCommand] = []
         identity = ClientIdentity(client_id="reader", secret=SECRET, subscribes=False)
         self.peers = GroupPeers(identity=identity, layout=OWN, transfer=transfer)
@@ -105,10 +105,10 @@ async def bench(
     limits: ServerLimits = FAST_SERVER,
 ) -> AsyncIterator[Bench]:
     """said_every_s: how often the source tells readers that wait that it lives."""
-    desk = LeaseDesk(heartbeat_s=said_every_s)
-    async with serving(desk=desk, limits=limits) as group:
-        made = Bench(group, desk, transfer)
-        desk.open(pool or pool_of(OWN), made.lender)
+    lease_server = LeaseServer(heartbeat_s=said_every_s)
+    async with serving(lease_server=lease_server, limits=limits) as group:
+        made = Bench(group, lease_server, transfer)
+        lease_server.open(pool or pool_of(OWN), made.lender)
         try:
             yield made
         finally:
@@ -119,7 +119,7 @@ def test_from_a_lease_to_a_pull_and_its_end() -> None:
     async def test() -> None:
         async with bench() as made:
             (lease_id,) = await made.leases(1)
-            made.desk.on_offer(lease_id, OFFERS, True)
+            made.lease_server.on_offer(lease_id, OFFERS, True)
             await until(lambda: made.heard == [Offered(1, OFFERS, True)])
             made.peers.pull(1, 8, [BlockRead(4, 2**50, 0)])
             ((source, order),) = made.agent.orders
@@ -204,7 +204,7 @@ def test_a_source_that_falls_silent_is_lost_within_half_a_second_more() -> None:
             assert 0.25 < loop.time() - heard_s < 1.5
             assert made.heard == [SourceLost(1, made.heard[0].reason)]  # type: ignore[union-attr]
             assert made.heard[0].reason.startswith("silent for 0.")  # type: ignore[union-attr]
-            await until(lambda: made.desk.num_leases == 0)  # the source hears of that
+            await until(lambda: made.lease_server.num_leases == 0)  # the source hears of that
 
     run(test())
 
@@ -215,10 +215,10 @@ def test_a_source_says_that_it_works_on_what_a_reader_waits_for() -> None:
             one, _ = await made.leases(1, 2)  # and its engine says nothing
             await until(lambda: made.heard.count(Offered(1, (), False)) >= 2)
             assert set(made.heard) == {Offered(1, (), False), Offered(2, (), False)}
-            made.desk.on_offer(one, OFFERS, True)
+            made.lease_server.on_offer(one, OFFERS, True)
             await until(lambda: Offered(1, OFFERS, True) in made.heard)
             made.peers.close(2)
-            await until(lambda: made.desk.num_leases == 1)
+            await until(lambda: made.lease_server.num_leases == 1)
             num_heard = len(made.heard)
             await asyncio.sleep(0.2)
             assert len(made.heard) == num_heard

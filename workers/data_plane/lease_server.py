@@ -28,9 +28,7 @@ from workers.data_plane.wire import (
     RenewLeases,
     WireError,
 )
-from workers.engine.exchange import CloseLease as EndLease
-from workers.engine.exchange import ExchangeCommand
-from workers.engine.exchange import OpenLease as BeginLease
+from workers.engine import exchange
 from workers.engine.leases import LeaseId
 from workers.types import BlockOffer
 
@@ -41,9 +39,9 @@ LeaseMessage = OpenLease | RenewLeases | CloseLease
 
 
 class LeaseInput(Protocol):
-    """The engine, as the desk uses it. Both calls are thread-safe and return at once."""
+    """The engine, as leases need it. Both calls are thread-safe and return at once."""
 
-    def exchange(self, command: ExchangeCommand) -> None:
+    def exchange(self, command: exchange.ExchangeCommand) -> None:
         """See `workers.engine.loop`."""
         ...
 
@@ -63,7 +61,7 @@ class _Reader:
     last_number: int = -1
 
 
-class LeaseDesk:
+class LeaseServer:
     """All readers of a group. All methods but `on_offer` belong to the asyncio loop."""
 
     def __init__(self, *, heartbeat_s: float = 2.0) -> None:
@@ -156,7 +154,7 @@ class LeaseDesk:
         reader.leases[message.number] = lease_id
         self._holders[lease_id] = (channel, message.number)
         self._growing.add(lease_id)
-        engine.exchange(BeginLease(lease_id, message.hashes, message.transfer_id))
+        engine.exchange(exchange.OpenLease(lease_id, message.hashes, message.transfer_id))
 
     def _leases_of(self, channel: Channel, numbers: Iterable[int]) -> list[LeaseId]:
         """Those that are open."""
@@ -178,7 +176,7 @@ class LeaseDesk:
     def _end(self, engine: LeaseInput, lease_id: LeaseId) -> None:
         del self._holders[lease_id]
         self._growing.discard(lease_id)
-        engine.exchange(EndLease(lease_id))
+        engine.exchange(exchange.CloseLease(lease_id))
 
     def _pass_on(self) -> None:
         self._is_woken = False  # before taking, so that an offer that comes now wakes us again

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from tests.unit.data_plane.fakes import SECRET, FakeGroup, run, serving, until
-from workers.data_plane import lease_desk
+from workers.data_plane import lease_server
 from workers.data_plane.channel import Channel, ClientIdentity, connect
-from workers.data_plane.lease_desk import LeaseDesk
+from workers.data_plane.lease_server import LeaseServer
 from workers.data_plane.wire import (
     CloseLease,
     KVPool,
@@ -88,17 +88,17 @@ def offers(first: int, *blocks: int) -> tuple[BlockOffer, ...]:
 
 def test_a_lease_from_its_opening_to_its_end() -> None:
     async def test() -> None:
-        desk, engine = LeaseDesk(), Engine()
-        async with serving(desk=desk) as group:
-            desk.open(POOL, engine)
+        leases, engine = LeaseServer(), Engine()
+        async with serving(lease_server=leases) as group:
+            leases.open(POOL, engine)
             reader = await BlockReader().connect(group)
             reader.channel.send(open_lease(1, "0f" * 16))
             assert await reader.answers(1) == [POOL]
             lease_id = LeaseId("1:1")
             assert engine.commands == [BeginLease(lease_id, HASHES, "0f" * 16)]
-            await asyncio.to_thread(desk.on_offer, lease_id, offers(0, 7, 5), False)
-            await asyncio.to_thread(desk.on_offer, lease_id, offers(2, 6), False)
-            await asyncio.to_thread(desk.on_offer, lease_id, (), True)
+            await asyncio.to_thread(leases.on_offer, lease_id, offers(0, 7, 5), False)
+            await asyncio.to_thread(leases.on_offer, lease_id, offers(2, 6), False)
+            await asyncio.to_thread(leases.on_offer, lease_id, (), True)
             assert (await reader.answers(4))[1:] == [
                 LeaseOffer(number=1, first=0, blocks=(7, 5), generations=(107, 105), is_complete=False),
                 LeaseOffer(number=1, first=2, blocks=(6,), generations=(106,), is_complete=False),
@@ -108,18 +108,18 @@ def test_a_lease_from_its_opening_to_its_end() -> None:
             await until(lambda: len(engine.commands) == 2)
             assert engine.renewed == [lease_id]
             assert engine.commands[1] == EndLease(lease_id)
-            desk.on_offer(lease_id, offers(3, 1), True)  # crossed with the end
+            leases.on_offer(lease_id, offers(3, 1), True)  # crossed with the end
             await asyncio.sleep(0.01)
-            assert len(reader.heard) == 4 and desk.num_leases == 0
+            assert len(reader.heard) == 4 and leases.num_leases == 0
 
     run(test())
 
 
 def test_the_end_of_a_connection_ends_its_leases_and_no_others() -> None:
     async def test() -> None:
-        desk, engine = LeaseDesk(), Engine()
-        async with serving(desk=desk) as group:
-            desk.open(POOL, engine)
+        leases, engine = LeaseServer(), Engine()
+        async with serving(lease_server=leases) as group:
+            leases.open(POOL, engine)
             one, two = await BlockReader("one").connect(group), await BlockReader("two").connect(group)
             one.channel.send(open_lease(1), open_lease(2))
             await one.answers(1)
@@ -129,7 +129,7 @@ def test_the_end_of_a_connection_ends_its_leases_and_no_others() -> None:
             one.channel.drop("the group was killed")
             await until(lambda: len(engine.commands) == 5)
             assert engine.commands[3:] == [EndLease(LeaseId("1:1")), EndLease(LeaseId("1:2"))]
-            assert engine.renewed == [] and desk.num_leases == 1 and two.reason is None
+            assert engine.renewed == [] and leases.num_leases == 1 and two.reason is None
 
     run(test())
 
@@ -137,13 +137,13 @@ def test_the_end_of_a_connection_ends_its_leases_and_no_others() -> None:
 def test_what_a_reader_asks_for_is_bounded_before_the_engine_hears_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lease_desk, "MAX_READER_LEASES", 2)
-    monkeypatch.setattr(lease_desk, "MAX_HASHES_PER_S", 12)
+    monkeypatch.setattr(lease_server, "MAX_READER_LEASES", 2)
+    monkeypatch.setattr(lease_server, "MAX_HASHES_PER_S", 12)
 
     async def test() -> None:
-        desk, engine = LeaseDesk(), Engine()
-        async with serving(desk=desk) as group:
-            desk.open(POOL, engine)
+        leases, engine = LeaseServer(), Engine()
+        async with serving(lease_server=leases) as group:
+            leases.open(POOL, engine)
             reader = await BlockReader().connect(group)
             reader.channel.send(open_lease(1), open_lease(2), open_lease(3))
             await reader.answers(2)
