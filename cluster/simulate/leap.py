@@ -54,7 +54,7 @@ class Leap:
         """Brings the engine to the end of the stretch."""
         engine, num_steps = self._engine, len(self.ends_s)
         scheduler, pool, size = engine._scheduler, engine._pool, engine._block_size
-        scheduler._num_steps += num_steps
+        scheduler.num_steps += num_steps
         engine._num_generated += num_steps * len(self._sequences)
         tokens = [TOKEN] * num_steps
         for sequence in self._sequences:

@@ -1,7 +1,7 @@
 """What a group's engine has to do with other groups: blocks it reads from them, and they from it.
 
 The commands are how the rest of the process speaks to the engine's thread about it; see
-`workers.engine.fetches` for the reading side and `workers.engine.leases` for the side that is read from.
+`workers.engine.fetch_table` for the reading side and `workers.engine.leases` for the side that is read from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from workers.config import TransferConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.fetch import KVPeers
-from workers.engine.fetches import FetchTable
+from workers.engine.fetch_table import FetchTable
 from workers.engine.leases import LeaseId, LeaseTable, LeaseTerms, OfferListener
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.request import check_source

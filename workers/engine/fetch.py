@@ -1,4 +1,4 @@
-"""One fetch of blocks from another group, and who carries it out; see `workers.engine.fetches`."""
+"""One fetch of blocks from another group, and who carries it out; see `workers.engine.fetch_table`."""
 
 from __future__ import annotations
 

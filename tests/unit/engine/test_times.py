@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.test_fetches import HASHES, PROMPT, SOURCE, Peers
+from tests.unit.engine.test_fetch_table import HASHES, PROMPT, SOURCE, Peers
 from tests.unit.engine.toy import make_engine, make_request, numbers, run
 from workers.engine.exchange import Offered, Pulled
 from workers.report import StepKind

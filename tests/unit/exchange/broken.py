@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tests.unit.exchange.world import Group
 from workers.engine.exchange import KVExchange
 from workers.engine.fetch import FetchState
-from workers.engine.fetches import FetchTable
+from workers.engine.fetch_table import FetchTable
 from workers.engine.leases import LeaseId, LeaseTable
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.sequence import Sequence
