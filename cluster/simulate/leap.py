@@ -55,7 +55,7 @@ class Leap:
         engine, num_steps = self._engine, len(self.ends_s)
         scheduler, pool, size = engine._scheduler, engine._pool, engine._block_size
         scheduler.num_steps += num_steps
-        engine._num_generated += num_steps * len(self._sequences)
+        engine._totals.num_generated += num_steps * len(self._sequences)
         tokens = [TOKEN] * num_steps
         for sequence in self._sequences:
             sequence.output += tokens
@@ -64,7 +64,7 @@ class Leap:
                 table.append(pool.allocate())
             scheduler.advance(sequence, num_steps)
         for duration in self._durations[:num_steps]:
-            engine._note_duration(duration)
+            engine._totals.add_step(duration)
         self._context += num_steps * len(self._sequences)
         self._num_left -= num_steps
         self.ends_s = []

@@ -4,7 +4,7 @@
     while engine.has_work():
         for chunk in engine.step(): ...
 
-Token ids in, token ids out: no text, no stop strings, no clocks on requests. One thread uses it
+Token ids in, token ids out: no text, no stop strings, no deadlines of requests. One thread uses it
 (`workers.engine.loop.EngineLoop` when requests come from others).
 """
 
@@ -25,8 +25,8 @@ from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.request import EngineLimits, RequestState, is_transfer_id, validate
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.statement import group_report, group_stats
 from workers.engine.step import Executor, SequenceSlice, SliceResult
+from workers.engine.totals import EngineTotals, group_report, group_stats
 from workers.report import GroupReport
 from workers.types import (
     BlockEvent,
@@ -40,7 +40,6 @@ from workers.types import (
     error_chunk,
 )
 
-_STEP_MEAN_WEIGHT = 0.1  # of the newest step, in the moving mean of step_seconds
 _PREFILLING, _FINISHED = SequenceState.PREFILLING, SequenceState.FINISHED
 
 _log = logging.getLogger(__name__)
@@ -97,11 +96,7 @@ class Engine:
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices
         self._is_stalled = False  # the last step found nothing to do, and nothing has happened since
         self._num_arrived = 0
-        self._step_seconds = 0.0
-        self._step_seconds_total = 0.0
-        self._num_generated = 0
-        # Requests, by the reason of the choice that ended last.
-        self._num_ended = dict.fromkeys(FinishReason, 0)
+        self._totals = EngineTotals()
 
     def add(self, request: GenerateRequest) -> None:
         """Queues a request. Raises RequestRefused, and then nothing has changed."""
@@ -186,7 +181,7 @@ class Engine:
             self._exchange.leases.look()
         ended = self._clock()
         self._meter.observe(scheduled.plan, scheduled.num_decoding, ended_s=ended, seconds=ended - started)
-        self._note_duration(ended - started)
+        self._totals.add_step(ended - started)
         return chunks
 
     def has_work(self) -> bool:
@@ -232,16 +227,7 @@ class Engine:
     def stats(self) -> GroupStats:
         """Load and totals now. Requests are counted as ended once, by the reason of their last choice;
         running and waiting count sequences (choices), the waiting ones with those that were preempted."""
-        return group_stats(
-            self._scheduler,
-            self._pool,
-            self._exchange,
-            ended=self._num_ended,
-            num_generated=self._num_generated,
-            step_seconds=self._step_seconds,
-            step_seconds_total=self._step_seconds_total,
-            block_size=self._block_size,
-        )
+        return group_stats(self._scheduler, self._pool, self._exchange, self._totals)
 
     def take_report(self) -> GroupReport | None:
         """What has been counted, about once a second and whenever there is nothing more to do; None when it
@@ -340,7 +326,7 @@ class Engine:
             if result.sampled.logprob is not None:
                 logprobs = (result.sampled.logprob,)
             sequence.append(token_id)
-            self._num_generated += 1
+            self._totals.num_generated += 1
             reason, stop_token_id = sequence.end_reason()
         if reason is not None:
             was_cut = reason is FinishReason.LENGTH
@@ -386,13 +372,6 @@ class Engine:
         if sequence.parent.num_unfinished == 0:
             request = sequence.parent.request
             del self._requests[request.request_id]
-            self._num_ended[reason] += 1
+            self._totals.num_ended[reason] += 1
             if request.transfer_id is not None:
                 self._exchange.leases.request_ended(request.transfer_id)
-
-    def _note_duration(self, seconds: float) -> None:
-        self._step_seconds_total += seconds
-        if self._scheduler.num_steps == 1:
-            self._step_seconds = seconds
-        else:
-            self._step_seconds += _STEP_MEAN_WEIGHT * (seconds - self._step_seconds)

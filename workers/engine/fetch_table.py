@@ -70,7 +70,7 @@ class FetchTable:
         self.meter = PullMeter()
         self.num_wanted = 0
         self.num_in_flight = 0  # blocks
-        self.fetched_blocks_total = 0
+        self.fetched_tokens_total = 0
         self.counts = ReadCounts()
         self.ended_total = dict.fromkeys(FetchEnd, 0)
 
@@ -242,7 +242,7 @@ class FetchTable:
         fetch.num_arrived += len(pull.blocks)
         fetch.sequence.parent.num_fetched_blocks += len(pull.blocks)
         fetch.progress_s = self._clock()
-        self.fetched_blocks_total += len(pull.blocks)
+        self.fetched_tokens_total += len(pull.blocks) * self._block_size
         self.counts.arrived(fetch.source.group_id, len(pull.blocks), transport, seconds)
         for block, block_hash in zip(pull.blocks, pull.hashes, strict=True):
             self._keep(fetch, block, block_hash)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.exchange import KVExchange
@@ -12,19 +13,30 @@ from workers.engine.scheduler import Scheduler
 from workers.report import GroupReport
 from workers.types import FinishReason, GroupStats
 
+_STEP_MEAN_WEIGHT: Final = 0.1  # of the newest step, in the moving mean of step_seconds
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """What the engine itself has counted, beside its scheduler, pool and exchange."""
+
+    num_generated: int = 0  # tokens
+    step_seconds: float = 0.0  # moving mean
+    step_seconds_total: float = 0.0
+    # Requests, by the reason of the choice that ended last.
+    num_ended: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def add_step(self, seconds: float) -> None:
+        """A step took so long."""
+        is_first = self.step_seconds_total == 0.0
+        self.step_seconds_total += seconds
+        self.step_seconds += (1.0 if is_first else _STEP_MEAN_WEIGHT) * (seconds - self.step_seconds)
+
 
 def group_stats(
-    scheduler: Scheduler,
-    pool: BlockPool,
-    exchange: KVExchange,
-    *,
-    ended: Mapping[FinishReason, int],
-    num_generated: int,
-    step_seconds: float,
-    step_seconds_total: float,
-    block_size: int,
+    scheduler: Scheduler, pool: BlockPool, exchange: KVExchange, totals: EngineTotals
 ) -> GroupStats:
-    """Load and totals now. `ended`: requests, by the reason of their last choice."""
+    """Load and totals now."""
     fetches, leases = exchange.fetches, exchange.leases
     return GroupStats(
         num_running=scheduler.num_running,
@@ -35,19 +47,19 @@ def group_stats(
         cached_blocks=pool.num_evictable,
         active_blocks=pool.num_active,
         num_steps=scheduler.num_steps,
-        step_seconds=step_seconds,
-        step_seconds_total=step_seconds_total,
+        step_seconds=totals.step_seconds,
+        step_seconds_total=totals.step_seconds_total,
         prompt_tokens_total=scheduler.prompt_tokens_total,
         cached_tokens_total=scheduler.cached_tokens_total,
         remote_tokens_total=scheduler.remote_tokens_total,
-        generated_tokens_total=num_generated,
+        generated_tokens_total=totals.num_generated,
         preemptions_total=scheduler.preemptions_total,
-        finished_stop_total=ended[FinishReason.STOP],
-        finished_length_total=ended[FinishReason.LENGTH],
-        finished_error_total=ended[FinishReason.ERROR],
-        cancelled_total=ended[FinishReason.CANCELLED],
+        finished_stop_total=totals.num_ended[FinishReason.STOP],
+        finished_length_total=totals.num_ended[FinishReason.LENGTH],
+        finished_error_total=totals.num_ended[FinishReason.ERROR],
+        cancelled_total=totals.num_ended[FinishReason.CANCELLED],
         kv_fetches_total=fetches.started_total,
-        kv_fetched_tokens_total=fetches.fetched_blocks_total * block_size,
+        kv_fetched_tokens_total=fetches.fetched_tokens_total,
         kv_fetches_incomplete_total=fetches.ended_total[FetchEnd.INCOMPLETE],
         kv_fetches_lost_total=fetches.ended_total[FetchEnd.LOST],
         kv_fetches_stalled_total=fetches.ended_total[FetchEnd.STALLED],
