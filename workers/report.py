@@ -14,9 +14,9 @@ STEP_TOKENS = doubling(1.0, 15)  # bounds of histograms: 1 .. 16,384 tokens
 STEP_S = doubling(0.0002, 14)  # 0.2 ms .. 1.6 s
 TRANSFER_S = doubling(0.0005, 15)  # 0.5 ms .. 8 s
 BLOCK_S = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
-    *(10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 1800.0),
-)
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
+    2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 1800.0,
+)  # fmt: skip
 
 
 class StepKind(Enum):
@@ -72,9 +72,8 @@ class GroupReport:
 
     steps: tuple[StepCounts, ...] = ()
     evictions_total: int = 0  # cached blocks given to others
-    block_lifetime: HistogramCounts = field(
-        default_factory=HistogramCounts
-    )  # by BLOCK_S: from full to evicted
+    # By BLOCK_S: from a block's being full to its eviction.
+    block_lifetime: HistogramCounts = field(default_factory=HistogramCounts)
     pulls: tuple[PullCounts, ...] = ()
     pulls_in_flight: int = 0
     flop_total: float = 0.0  # of the model, in all steps

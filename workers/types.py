@@ -211,8 +211,8 @@ class SourceReads:
 class GroupStats:
     """Load and totals of a group after a step. Totals never fall within an epoch."""
 
-    num_running: int = 0
-    num_waiting: int = 0
+    num_running: int = 0  # sequences: a request of n choices counts n times
+    num_waiting: int = 0  # likewise
     # Prompt tokens not yet computed, of waiting and running requests, less what other groups are sending.
     waiting_tokens: int = 0
     running_tokens: int = 0  # context tokens of running requests

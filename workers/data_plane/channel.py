@@ -201,7 +201,7 @@ class _Handshake:
 
     def _answer(self, channel: Channel, challenge: Challenge) -> None:
         if challenge.version != PROTOCOL_VERSION:
-            raise WireError(f"the group speaks protocol {challenge.version}, this router {PROTOCOL_VERSION}")
+            raise WireError(f"the group speaks protocol {challenge.version}, this client {PROTOCOL_VERSION}")
         identity = self._identity
         self._server_nonce = challenge.nonce
         mac = hello_mac(identity.secret, challenge.nonce, self._nonce, identity.client_id)

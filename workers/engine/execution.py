@@ -32,9 +32,8 @@ def run_plan(executor: Executor, plan: StepPlan) -> Sequence[Outcome]:
             zero_blocks = ()  # a run that raised may have zeroed nothing; one that did not has zeroed all
     failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if len(failed) == len(outcomes):
-        raise GroupFailed(f"each of {len(failed)} sequences fails, the first with {failed[0]!r}") from failed[
-            0
-        ]
+        first = failed[0]
+        raise GroupFailed(f"each of {len(failed)} sequences fails, the first with {first!r}") from first
     return outcomes
 
 

@@ -1,6 +1,6 @@
 """Blocks of this group that other groups read, and how long they are kept for them.
 
-    open --> growing --> complete --> gone: closed by its reader, not renewed, or revoked
+    --open--> growing --> complete --> gone: closed by its reader, not renewed, or revoked
 
 A lease wants a chain of block hashes. Every block of it that is cached here gets a reference (it is pinned)
 and is offered to the reader, in the order of the chain, up to the first that is not cached. A lease that

@@ -7,7 +7,6 @@ talks with other groups about which: `peers` reads, `lease_server` lends.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -35,8 +34,6 @@ from workers.transfer.link import Endpoint
 from workers.transfer.puller import TransferSettings
 
 _GENERATION_BITS: Final = 48  # of the first generation, drawn at random; counting on overflows nothing
-
-_log = logging.getLogger(__name__)
 
 
 class ExchangeImpossible(Exception):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -27,7 +28,7 @@ class RankActor:
         self._start = start
         self._rank = rank
         self._host_address = "127.0.0.1" if start.on_loopback else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._host_module: asyncio.Task[Any] | None = None  # workers.ranks.host, while torch loads
+        self._host_module: asyncio.Task[ModuleType] | None = None  # workers.ranks.host, while torch loads
         self._leader: LeaderHost | None = None
         self._follower: FollowerHost | None = None
         self._following: asyncio.Task[None] | None = None
@@ -78,7 +79,7 @@ class RankActor:
             await self._leader.stop(reason)
 
 
-def _import_rank_host():  # type: ignore[no-untyped-def]  # a module
+def _import_rank_host() -> ModuleType:
     # Read by libgomp when torch loads it. Its default spins for milliseconds at every barrier and takes the
     # core from the thread that is waited for: on a busy machine five times fewer tokens.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")

@@ -33,10 +33,6 @@ class ModelRunner:
         return self._decoder.kernels
 
     @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
     def pool(self) -> torch.Tensor:
         """The pool itself, not a copy: transfers read and write blocks that no step is using."""
         return self._pool

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from workers.model.architecture import kv_heads_of_rank
 
 LAYOUT_VERSION: Final = 1  # of the order of dimensions in a block
-_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2}
 # A layout comes from another process: what is far beyond any model is refused before it sizes anything.
 _LIMITS: Final = {
     "block_size": 4096,
