@@ -179,20 +179,20 @@ class Leader:
         model = self._model
         link.accept(JOIN_TIMEOUT_S)
         agreed = link.agree(model.identity(), agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
-        self._ranks_on_machine = num_ranks_here(agreed)
+        num_here = self._ranks_on_machine = num_ranks_here(agreed)
         self._group = _process_group(self._config, 0, self._host, self._store, model.device)
         parallel = self._group.parallel
         if model.device.type == "cpu":
             shared = shared_memory.lead(
                 _place(self._config, 0),
-                num_ranks_here(agreed),
+                num_here,
                 lambda facts, decide: link.agree(facts, decide, timeout_s=LOAD_TIMEOUT_S),
             )
             if shared is not None:
                 link.interrupt_with(shared.abort)
                 parallel = replace(parallel, shared=shared)
-        decoder = model.load(parallel, num_ranks_here(agreed))
-        measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
+        decoder = model.load(parallel, num_here)
+        measured = memory_facts(model.measure_blocks(num_here))
         num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
@@ -260,7 +260,7 @@ class Follower:
 
     def _load(self, link: FollowerLink, prepare: Prepare) -> None:
         model = RankModel(self._config, self._rank)
-        agreed = link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S)
+        num_here = num_ranks_here(link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S))
         meeting = self._rendezvous
         store = connect_store(meeting.host, meeting.store_port, timeout_s=STORE_TIMEOUT_S)
         self._group = _process_group(self._config, self._rank, link.own_address, store, model.device)
@@ -268,14 +268,14 @@ class Follower:
         if model.device.type == "cpu":
             shared = shared_memory.follow(
                 _place(self._config, self._rank),
-                num_ranks_here(agreed),
+                num_here,
                 lambda facts: link.agree(facts, timeout_s=LOAD_TIMEOUT_S),
             )
             if shared is not None:
                 link.interrupt_with(shared.abort)
                 parallel = replace(parallel, shared=shared)
-        decoder = model.load(parallel, num_ranks_here(agreed))
-        measured = memory_facts(model.measure_blocks(num_ranks_here(agreed)))
+        decoder = model.load(parallel, num_here)
+        measured = memory_facts(model.measure_blocks(num_here))
         num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
         self._runner = model.runner(decoder, num_blocks)
         prepared = prepare(model.facts(num_blocks), self._runner.pool, link)

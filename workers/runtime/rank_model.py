@@ -98,7 +98,7 @@ class RankModel:
             dtype=self._dtype,
             device=self.device,
         )
-        return ModelRunner(decoder, pool, self.device)
+        return ModelRunner(decoder, pool)
 
     def metered(self, ranks_on_machine: int) -> MeteredModel:
         """What counts in a step, and the ceilings of the group's machines, of which this one is measured; for

@@ -13,11 +13,10 @@ from workers.model.decoder import Decoder
 class ModelRunner:
     """Owns decoder and pool of this rank. All ranks of a group run the same messages in the same order."""
 
-    def __init__(self, decoder: Decoder, pool: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, pool: torch.Tensor) -> None:
         """pool: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim)."""
         self._decoder = decoder
         self._pool = pool
-        self._device = device
 
     @property
     def num_blocks(self) -> int:
@@ -42,5 +41,5 @@ class ModelRunner:
         if header_of(message).num_zero_blocks:
             zero_blocks = unpack(message).zero_blocks
             check_range("block to zero", zero_blocks, self.num_blocks)
-            self._pool[torch.tensor(zero_blocks.tolist(), device=self._device)] = 0
+            self._pool[torch.tensor(zero_blocks.tolist(), device=self._pool.device)] = 0
         return self._decoder.forward(message, self._pool, draws)
