@@ -253,4 +253,6 @@ async def connect(
             raise HandshakeFailed(f"no welcome from {host}:{port} within {timeout_s:g} s") from error
         if isinstance(error, OSError):
             raise HandshakeFailed(f"cannot connect to {host}:{port}: {error}") from error
+        if isinstance(error, HandshakeFailed):
+            raise HandshakeFailed(f"no welcome from {host}:{port}: {error}") from error
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from workers.model.architecture import RotaryKind, RotarySpec
 from workers.model.config_fields import ConfigFields
@@ -43,35 +44,36 @@ def rotary_from_config(fields: ConfigFields, head_dim: int, max_positions: int) 
     theta = rope.number("rope_theta", theta_default, low=1.001, high=1e12)
     if kind is RotaryKind.DEFAULT:
         return RotarySpec(kind=kind, theta=theta, dim=head_dim, trained_positions=max_positions)
-    if kind is RotaryKind.YARN and not rope.has("factor"):
-        original = _original_positions(fields, rope, max_positions)
-        factor = max_positions / original
-    else:
-        factor = rope.number("factor", low=1e-3, high=1e6)
     if kind in (RotaryKind.LINEAR, RotaryKind.DYNAMIC):
+        factor = rope.number("factor", low=1e-3, high=1e6)
         return RotarySpec(
             kind=kind, theta=theta, dim=head_dim, trained_positions=max_positions, factor=factor
         )
-    original = _original_positions(fields, rope, max_positions)
-    if kind is RotaryKind.LLAMA3:
-        low = rope.number("low_freq_factor", low=1e-6, high=1e6)
-        high = rope.number("high_freq_factor", low=1e-6, high=1e6)
-        if high == low:
-            raise CheckpointError("config.json: rope_parameters: low_freq_factor equals high_freq_factor")
-        return RotarySpec(
-            kind=kind,
-            theta=theta,
-            dim=head_dim,
-            trained_positions=original,
-            factor=factor,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    return RotarySpec(
+    plain = RotarySpec(
         kind=kind,
         theta=theta,
         dim=head_dim,
-        trained_positions=original,
+        trained_positions=_original_positions(fields, rope, max_positions),
+    )
+    return _llama3(plain, rope) if kind is RotaryKind.LLAMA3 else _yarn(plain, rope, max_positions)
+
+
+def _llama3(plain: RotarySpec, rope: ConfigFields) -> RotarySpec:
+    factor = rope.number("factor", low=1e-3, high=1e6)
+    low = rope.number("low_freq_factor", low=1e-6, high=1e6)
+    high = rope.number("high_freq_factor", low=1e-6, high=1e6)
+    if high == low:
+        raise CheckpointError("config.json: rope_parameters: low_freq_factor equals high_freq_factor")
+    return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(plain: RotarySpec, rope: ConfigFields, max_positions: int) -> RotarySpec:
+    """Without a factor, as transformers has it: from the trained length to the one that the config states."""
+    factor = max_positions / plain.trained_positions
+    if rope.has("factor"):
+        factor = rope.number("factor", low=1e-3, high=1e6)
+    return replace(
+        plain,
         factor=factor,
         attention_factor=_yarn_attention_factor(rope, factor),
         beta_fast=_beta(rope, "beta_fast", 32.0),

@@ -6,6 +6,7 @@ A new dense family costs one function here, an entry in FAMILIES, and its Weight
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from workers.model.architecture import Activation, ModelSpec, NormKind, RotarySpec
 from workers.model.config_fields import ConfigFields
@@ -83,15 +84,30 @@ def check_tensor_parallel(spec: ModelSpec, tensor_parallel: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traits:
+    """What tells a family of the Llama kind from the others, and what its config leaves unsaid."""
+
+    default_positions: int
+    default_kv_heads: int | None = None  # None: as many as query heads
+    default_head_dim: int | None = None  # None: hidden size over heads
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None  # of all layers
+    has_layered_window: bool = False  # the config says which layers have one
+
+
 def _llama(fields: ConfigFields) -> ModelSpec:
     attention_bias = fields.flag("attention_bias", False)
-    return _llama_like(
-        fields,
+    traits = _Traits(
+        default_positions=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),
-        default_positions=2048,
     )
+    return _llama_like(fields, traits)
 
 
 def _mistral(fields: ConfigFields) -> ModelSpec:
@@ -101,45 +117,35 @@ def _mistral(fields: ConfigFields) -> ModelSpec:
     else:
         window = fields.integer("sliding_window", 4096, high=MAX_POSITIONS)
     kv_heads = None if fields.mentions("num_key_value_heads") else 8
-    return _llama_like(fields, window=window, default_positions=4096 * 32, default_kv_heads=kv_heads)
+    return _llama_like(fields, _Traits(default_positions=4096 * 32, default_kv_heads=kv_heads, window=window))
 
 
 def _qwen2(fields: ConfigFields) -> ModelSpec:
-    return _llama_like(fields, qkv_bias=True, layered_window=True, default_positions=32768)
+    return _llama_like(fields, _Traits(default_positions=32768, qkv_bias=True, has_layered_window=True))
 
 
 def _qwen3(fields: ConfigFields) -> ModelSpec:
     attention_bias = fields.flag("attention_bias", False)
-    return _llama_like(
-        fields,
+    traits = _Traits(
+        default_positions=32768,
+        default_head_dim=128,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm=True,
-        layered_window=True,
-        default_positions=32768,
-        default_head_dim=128,
+        has_layered_window=True,
     )
+    return _llama_like(fields, traits)
 
 
-def _llama_like(
-    fields: ConfigFields,
-    *,
-    default_positions: int,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    window: int | None = None,
-    layered_window: bool = False,
-    default_kv_heads: int | None = None,
-    default_head_dim: int | None = None,
-) -> ModelSpec:
-    """RMS norm, rotary positions, gated MLP. `layered_window`: the config says which layers have a window."""
+def _llama_like(fields: ConfigFields, traits: _Traits) -> ModelSpec:
+    """RMS norm, rotary positions, gated MLP."""
     hidden = fields.integer("hidden_size", high=_MAX_HIDDEN)
     layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
     heads = fields.integer("num_attention_heads", high=_MAX_HEADS)
-    head_dim = fields.integer("head_dim", default_head_dim or max(1, hidden // heads), high=_MAX_HEAD_DIM)
-    positions = fields.integer("max_position_embeddings", default_positions, high=MAX_POSITIONS)
+    head_dim = fields.integer(
+        "head_dim", traits.default_head_dim or max(1, hidden // heads), high=_MAX_HEAD_DIM
+    )
+    positions = fields.integer("max_position_embeddings", traits.default_positions, high=MAX_POSITIONS)
     rotary: RotarySpec = rotary_from_config(fields, head_dim, positions)
     return ModelSpec(
         weights=LLAMA_NAMES,
@@ -147,7 +153,7 @@ def _llama_like(
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", default_kv_heads or heads, high=_MAX_HEADS),
+        num_kv_heads=fields.integer("num_key_value_heads", traits.default_kv_heads or heads, high=_MAX_HEADS),
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size", high=_MAX_INNER),
         max_model_len=longest_context(rotary, positions),
@@ -155,14 +161,16 @@ def _llama_like(
         norm_eps=fields.number("rms_norm_eps", 1e-6, low=0.0, high=1.0),
         gated_mlp=True,
         activation=_activation(fields, "hidden_act", "silu"),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
+        qkv_bias=traits.qkv_bias,
+        output_bias=traits.output_bias,
+        mlp_bias=traits.mlp_bias,
+        qk_norm=traits.qk_norm,
         rotary=rotary,
         learned_positions=False,
         attention_scale=(head_dim**-0.5,) * layers,
-        sliding_window=_windows_by_layer(fields, layers) if layered_window else (window,) * layers,
+        sliding_window=(
+            _windows_by_layer(fields, layers) if traits.has_layered_window else (traits.window,) * layers
+        ),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
     )
 
