@@ -18,7 +18,7 @@ from cluster.plan.devices import Device
 from cluster.plan.models import PlannedModel
 from workers.config import CacheConfig, ScheduleConfig
 from workers.runtime.errors import PoolTooSmall
-from workers.runtime.pool_size import bytes_per_block, num_blocks_for
+from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 
 _KEPT_LOGIT_ROWS = 128  # as workers.kernels.memory.MAX_KEPT_ROWS; logits are float32
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -99,9 +99,11 @@ def plan_memory(model: PlannedModel, device: Device, shape: Shape) -> MemoryPlan
             shape.schedule,
             block_bytes=block_bytes,
             max_model_len=shape.context,
-            free=free,
-            sharers=1 if device.is_gpu else shape.tensor_parallel,
-            is_host_memory=not device.is_gpu,
+            free=FreeMemory(
+                num_bytes=free,
+                num_sharers=1 if device.is_gpu else shape.tensor_parallel,
+                is_host=not device.is_gpu,
+            ),
         )
     except PoolTooSmall as error:
         raise DoesNotFit(f"{model.name} on {device.name}: {error}") from error

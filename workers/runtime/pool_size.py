@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from workers.config import CacheConfig, ScheduleConfig
 from workers.model.architecture import ModelSpec
 from workers.runtime.errors import PoolTooSmall
@@ -16,20 +18,19 @@ def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, element
     return num_kv_heads * spec.num_layers * 2 * block_size * spec.head_dim * element_bytes
 
 
-def num_blocks_for(
-    cache: CacheConfig,
-    schedule: ScheduleConfig,
-    *,
-    block_bytes: int,
-    max_model_len: int,
-    free: int,
-    sharers: int,
-    is_host_memory: bool,
-) -> int:
-    """Blocks of this rank's pool: what the config says, else from free memory.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """What a rank finds to put its pool into."""
 
-    `free`: bytes measured now; `sharers`: ranks that will take from the same memory. Raises PoolTooSmall.
-    """
+    num_bytes: int  # measured now
+    num_sharers: int  # ranks that will take from it
+    is_host: bool
+
+
+def num_blocks_for(
+    cache: CacheConfig, schedule: ScheduleConfig, *, block_bytes: int, max_model_len: int, free: FreeMemory
+) -> int:
+    """Blocks of this rank's pool: what the config says, else from free memory. Raises PoolTooSmall."""
     needed = -(-max_model_len // cache.block_size)
     if cache.num_blocks is not None:
         if cache.num_blocks < needed:
@@ -39,15 +40,15 @@ def num_blocks_for(
                 f"to {cache.num_blocks * cache.block_size})"
             )
         return cache.num_blocks
-    budget = int(free * cache.memory_fraction)
-    if is_host_memory:
+    budget = int(free.num_bytes * cache.memory_fraction)
+    if free.is_host:
         budget = min(budget, cache.max_bytes)
-    budget //= sharers
+    budget //= free.num_sharers
     num_blocks = budget // block_bytes
     if num_blocks < needed:
         raise PoolTooSmall(
-            f"{free >> 20} MiB of memory are free and cache.memory_fraction {cache.memory_fraction} with "
-            f"{sharers} ranks leaves {budget >> 20} MiB for the KV pool; one request of {max_model_len} "
+            f"{free.num_bytes >> 20} MiB of memory are free and cache.memory_fraction {cache.memory_fraction} with "
+            f"{free.num_sharers} ranks leaves {budget >> 20} MiB for the KV pool; one request of {max_model_len} "
             f"tokens needs {needed * block_bytes / 2**20:.1f} MiB: lower model.max_model_len to at most "
             f"{num_blocks * cache.block_size} or give the pool more"
         )

@@ -20,7 +20,7 @@ from workers.runtime.errors import RankConfigError
 from workers.runtime.handshake import Facts
 from workers.runtime.kv_pool import allocate_pool, free_bytes
 from workers.runtime.model_work import model_work
-from workers.runtime.pool_size import bytes_per_block, num_blocks_for
+from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 from workers.runtime.runner import ModelRunner
 
 
@@ -77,15 +77,18 @@ class RankModel:
 
     def measure_blocks(self, ranks_on_machine: int) -> int:
         """Blocks this rank can hold, now that the weights are in. Raises PoolTooSmall."""
-        is_host_memory = self.device.type == "cpu"
+        is_host = self.device.type == "cpu"
+        free = FreeMemory(
+            num_bytes=free_bytes(self.device),
+            num_sharers=ranks_on_machine if is_host else 1,
+            is_host=is_host,
+        )
         return num_blocks_for(
             self._config.cache,
             self._config.schedule,
             block_bytes=self._block_bytes(self._rank),
             max_model_len=self._max_model_len,
-            free=free_bytes(self.device),
-            sharers=ranks_on_machine if is_host_memory else 1,
-            is_host_memory=is_host_memory,
+            free=free,
         )
 
     def runner(self, decoder: Decoder, num_blocks: int) -> ModelRunner:

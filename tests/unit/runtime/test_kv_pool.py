@@ -12,7 +12,7 @@ from workers.model.spec import spec_from_config
 from workers.runtime.errors import PoolTooSmall
 from workers.runtime.kv_pool import allocate_pool
 from workers.runtime.memory import available_host_bytes
-from workers.runtime.pool_size import bytes_per_block, num_blocks_for
+from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 
 SPEC = spec_from_config(
     {
@@ -38,9 +38,7 @@ def blocks(
         ScheduleConfig(max_running=other.get("max_running", 10_000)),
         block_bytes=other.get("block_bytes", MIB),
         max_model_len=other.get("max_model_len", 64),
-        free=free,
-        sharers=sharers,
-        is_host_memory=host,
+        free=FreeMemory(num_bytes=free, num_sharers=sharers, is_host=host),
     )
 
 
