@@ -21,7 +21,7 @@ from cluster.simulate.world import World
 from router.routing.load import LoadTracker
 from workers.config import CacheConfig, ScheduleConfig, TransferConfig
 from workers.engine.engine import Engine
-from workers.engine.exchange import ExchangeCommand
+from workers.engine.exchange import ExchangeCommand, ExchangeSetup
 from workers.engine.fetch import KVPeers
 from workers.engine.leases import LeaseId
 from workers.engine.request import EngineLimits
@@ -110,9 +110,7 @@ class SimGroup:
             schedule=kind.schedule,
             executor=self._executor,
             clock=self._executor.clock,
-            peers=peers,
-            on_offer=self._offered,
-            transfer=_TRANSFER,
+            exchange=ExchangeSetup(peers=peers, on_offer=self._offered, transfer=_TRANSFER),
         )
         self._inbox: list[Command] = []
         self._is_stepping = False

@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from workers.config import CacheConfig, ScheduleConfig, TransferConfig
+from workers.config import CacheConfig, ScheduleConfig
 from workers.engine.block_pool import BlockPool
-from workers.engine.exchange import ExchangeCommand, KVExchange, Redirect
+from workers.engine.exchange import ExchangeCommand, ExchangeSetup, KVExchange, Redirect
 from workers.engine.execution import Outcome, problem_with, run_plan
-from workers.engine.fetch import KVPeers
-from workers.engine.leases import LeaseId, OfferListener
+from workers.engine.leases import LeaseId
 from workers.engine.meter import MeteredModel, StepMeter
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.request import EngineLimits, RequestState, is_transfer_id, validate
@@ -56,24 +56,19 @@ class Engine:
         schedule: ScheduleConfig,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
-        peers: KVPeers | None = None,
-        on_offer: OfferListener | None = None,
-        transfer: TransferConfig | None = None,
-        first_generation: int = 0,
+        exchange: ExchangeSetup | None = None,
         metered: MeteredModel | None = None,
     ) -> None:
-        """peers: through whom blocks of other groups are read; None: sources of requests are ignored.
-        on_offer hears of blocks that other groups may read here, in the thread that uses the engine.
-        transfer: times of both; None for the usual ones.
-        first_generation: of its blocks; drawn at random, it tells them from those of an earlier engine.
+        """exchange: of blocks with other groups; None: there is none.
         metered: to say how well steps use the machine; None: it is not said."""
+        exchange = exchange or ExchangeSetup()
         self._limits = limits
         self._executor = executor
         self._clock = clock
         self._block_size = cache.block_size
         self._prefix_reuse = cache.prefix_reuse and limits.is_prefix_reusable
         self._max_waiting = schedule.max_waiting
-        self._pool = BlockPool(executor.num_blocks, first_generation)
+        self._pool = BlockPool(executor.num_blocks, exchange.first_generation)
         self._meter = StepMeter(metered, clock)
         in_progress = PrefixesInProgress()
         self._exchange = KVExchange(
@@ -81,9 +76,7 @@ class Engine:
             block_size=self._block_size,
             in_progress=in_progress,
             clock=clock,
-            peers=peers if self._prefix_reuse else None,
-            on_offer=on_offer,
-            transfer=transfer,
+            setup=exchange if self._prefix_reuse else replace(exchange, peers=None),
         )
         self._scheduler = Scheduler(
             schedule=schedule,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from workers.config import TransferConfig
 from workers.engine.block_pool import BlockPool
@@ -84,6 +84,21 @@ class CloseLease:
 ExchangeCommand = Offered | SourceLost | Pulled | Redirect | OpenLease | CloseLease
 
 
+def _nobody_reads(_lease_id: LeaseId, _offers: tuple[BlockOffer, ...], _is_complete: bool) -> None:
+    """Where no listener is, no lease can have been asked for from outside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeSetup:
+    """How a group exchanges blocks with others; as it stands, not at all."""
+
+    peers: KVPeers | None = None  # through whom blocks are read; None: sources of requests are ignored
+    on_offer: OfferListener = _nobody_reads  # hears, in the engine's thread, of blocks that others may read
+    transfer: TransferConfig = field(default_factory=TransferConfig)  # times of both
+    # Of the engine's blocks: drawn at random, it tells them from those of an earlier engine.
+    first_generation: int = 0
+
+
 class KVExchange:
     """Fetches and leases of a group, and the memory they hold. Used by the engine's thread."""
 
@@ -94,24 +109,21 @@ class KVExchange:
         block_size: int,
         in_progress: PrefixesInProgress,
         clock: Callable[[], float],
-        peers: KVPeers | None = None,
-        on_offer: OfferListener | None = None,
-        transfer: TransferConfig | None = None,
+        setup: ExchangeSetup,
     ) -> None:
-        """peers None: nothing is read from others. transfer: times; None for the usual ones."""
-        transfer = transfer or TransferConfig()
+        transfer = setup.transfer
         self._clock = clock
         self.fetches = FetchTable(
             pool=pool,
             block_size=block_size,
             in_progress=in_progress,
-            peers=peers,
+            peers=setup.peers,
             clock=clock,
             stall_s=transfer.stall_s,
         )
         self.leases = LeaseTable(
             pool=pool,
-            on_offer=on_offer or _nobody_reads,
+            on_offer=setup.on_offer,
             clock=clock,
             terms=LeaseTerms(expire_s=transfer.lease_s, expect_s=transfer.expect_s),
         )
@@ -198,7 +210,3 @@ class KVExchange:
         """Asserts the invariants of both tables. Valid between steps."""
         self.fetches.check_integrity()
         self.leases.check_integrity()
-
-
-def _nobody_reads(_lease_id: LeaseId, _offers: tuple[BlockOffer, ...], _is_complete: bool) -> None:
-    """Where no listener is, no lease can have been asked for from outside."""

@@ -18,6 +18,7 @@ import torch
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.lease_server import LeaseServer
 from workers.data_plane.wire import KVPool
+from workers.engine.exchange import ExchangeSetup
 from workers.engine.loop import EngineLoop
 from workers.exchange.group_peers import GroupPeers
 from workers.exchange.rank_pulls import FollowerPulls, RankPulls
@@ -63,7 +64,12 @@ class LeaderExchange:
         transfer = start.config.transfer
         self.peers = GroupPeers(identity=identity, layout=self._layout, transfer=transfer)
         self.lease_server = LeaseServer(heartbeat_s=transfer.heartbeat_s)
-        self.first_generation = secrets.randbits(_GENERATION_BITS)
+        self.setup = ExchangeSetup(
+            peers=self.peers,
+            on_offer=self.lease_server.on_offer,
+            transfer=transfer,
+            first_generation=secrets.randbits(_GENERATION_BITS),
+        )
 
     def load(self, pool: torch.Tensor, generations: memoryview, host: str) -> None:
         """Starts this rank's agent. generations: of the engine, live.

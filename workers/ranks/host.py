@@ -140,10 +140,7 @@ class LeaderHost:
             cache=config.cache,
             schedule=config.schedule,
             executor=self._leader.executor,
-            peers=exchange.peers if exchange is not None else None,
-            on_offer=exchange.lease_server.on_offer if exchange is not None else None,
-            transfer=config.transfer,
-            first_generation=exchange.first_generation if exchange is not None else 0,
+            exchange=exchange.setup if exchange is not None else None,
             metered=self._metered,
         )
 

@@ -47,9 +47,9 @@ def num_blocks_for(
     num_blocks = budget // block_bytes
     if num_blocks < needed:
         raise PoolTooSmall(
-            f"{free.num_bytes >> 20} MiB of memory are free and cache.memory_fraction {cache.memory_fraction} with "
-            f"{free.num_sharers} ranks leaves {budget >> 20} MiB for the KV pool; one request of {max_model_len} "
-            f"tokens needs {needed * block_bytes / 2**20:.1f} MiB: lower model.max_model_len to at most "
-            f"{num_blocks * cache.block_size} or give the pool more"
+            f"{free.num_bytes >> 20} MiB of memory are free and cache.memory_fraction "
+            f"{cache.memory_fraction} with {free.num_sharers} ranks leaves {budget >> 20} MiB for the KV "
+            f"pool; one request of {max_model_len} tokens needs {needed * block_bytes / 2**20:.1f} MiB: "
+            f"lower model.max_model_len to at most {num_blocks * cache.block_size} or give the pool more"
         )
     return min(num_blocks, max(_USEFUL_BLOCKS, _USEFUL_FACTOR * schedule.max_running * needed))

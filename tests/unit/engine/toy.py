@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from workers.config import CacheConfig, ScheduleConfig, TransferConfig
 from workers.engine.engine import Engine
+from workers.engine.exchange import ExchangeSetup
 from workers.engine.fetch import KVPeers
 from workers.engine.leases import OfferListener
 from workers.engine.request import EngineLimits
@@ -195,7 +196,7 @@ def make_engine(
     eos: tuple[int, ...] = (),
     clock: Callable[[], float] = lambda: 0.0,
     peers: KVPeers | None = None,
-    on_offer: OfferListener | None = None,
+    on_offer: OfferListener = lambda *_: None,
     transfer: TransferConfig | None = None,
 ) -> tuple[Engine, ToyExecutor]:
     executor = ToyExecutor(num_blocks, block_size)
@@ -211,9 +212,7 @@ def make_engine(
         ),
         executor=executor,
         clock=clock,
-        peers=peers,
-        on_offer=on_offer,
-        transfer=transfer,
+        exchange=ExchangeSetup(peers=peers, on_offer=on_offer, transfer=transfer or TransferConfig()),
     )
     return engine, executor
 

@@ -22,6 +22,7 @@ from workers.engine.engine import Engine
 from workers.engine.exchange import (
     CloseLease,
     ExchangeCommand,
+    ExchangeSetup,
     KVExchange,
     Offered,
     OpenLease,
@@ -140,9 +141,9 @@ class Group:
             ),
             executor=memory,
             clock=lambda: world.now_s,
-            peers=self,
-            on_offer=self._on_offer,
-            first_generation=number * world.generations_apart,
+            exchange=ExchangeSetup(
+                peers=self, on_offer=self._on_offer, first_generation=number * world.generations_apart
+            ),
         )
 
     @property

@@ -25,6 +25,7 @@ from workers.engine.engine import Engine
 from workers.engine.exchange import (
     CloseLease,
     ExchangeCommand,
+    ExchangeSetup,
     Offered,
     OpenLease,
     Pulled,
@@ -74,8 +75,7 @@ class Wired:
             cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
             schedule=ScheduleConfig(max_step_tokens=32),
             executor=self.memory,
-            peers=self,
-            on_offer=self._on_offer,
+            exchange=ExchangeSetup(peers=self, on_offer=self._on_offer),
         )
         described = replace(
             info(self.name, num_blocks=NUM_BLOCKS), role=role, exchanges_kv=True, vocab_size=VOCAB
