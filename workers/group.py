@@ -91,11 +91,12 @@ class WorkerGroup:
             async with asyncio.timeout(settings.start_timeout_s):
                 await self._start_group(secret)
         except BaseException as error:
-            reason = self._start_error(error)
             await self._ranks.end()
             await self._lease.stop()
             _log.exception("group %s did not start", entry.group_id)
-            raise GroupFailure(reason) from None  # what Serve shows is this sentence
+            if not isinstance(error, Exception):  # cancelled
+                raise
+            raise GroupFailure(self._start_error(error)) from None  # what Serve shows is this sentence
         self._watch = asyncio.create_task(self._watch_ranks())
         self._export = asyncio.create_task(keep_exporting(self._families))
 
@@ -172,7 +173,7 @@ class WorkerGroup:
         )
         return group_families(sight, self._info)
 
-    def _start_error(self, error: BaseException) -> str:
+    def _start_error(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"the group did not start within {self._settings.start_timeout_s:g} s"
         if isinstance(error, HandshakeFailed):

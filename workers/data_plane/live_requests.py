@@ -13,7 +13,7 @@ from workers.types import RequestId, TokenChunk
 class _Live:
     client_id: str
     unfinished: set[int]  # choices
-    came_s: float | None  # None: its first token has come, or is not to be timed
+    arrived_s: float | None  # None: its first token has come, or is not to be timed
 
 
 class LiveRequests:
@@ -37,11 +37,11 @@ class LiveRequests:
         return request_id in self._live
 
     def add(
-        self, request_id: RequestId, choices: Iterable[int], client_id: str, came_s: float | None = None
+        self, request_id: RequestId, choices: Iterable[int], client_id: str, arrived_s: float | None = None
     ) -> None:
-        """The client reads this request from now on. `came_s`: when, for the time to its first token."""
+        """The client reads this request from now on. `arrived_s`: when, for the time to its first token."""
         assert request_id not in self._live
-        self._live[request_id] = _Live(client_id, set(choices), came_s)
+        self._live[request_id] = _Live(client_id, set(choices), arrived_s)
         self._of_client.setdefault(client_id, set()).add(request_id)
 
     def reader(self, request_id: RequestId) -> str | None:
@@ -54,10 +54,10 @@ class LiveRequests:
         live = self._live.get(chunk.request_id)
         if live is None:
             return None
-        if live.came_s is not None and chunk.token_ids:
+        if live.arrived_s is not None and chunk.token_ids:
             self.first_tokens_total += 1
-            self.first_token_seconds_total += now_s - live.came_s
-            live.came_s = None
+            self.first_token_seconds_total += now_s - live.arrived_s
+            live.arrived_s = None
         if chunk.finish_reason is not None:
             live.unfinished.discard(chunk.choice)
             if not live.unfinished:

@@ -317,8 +317,8 @@ class StreamServer:
             refusal = "invalid_value", f"num_choices is {request.num_choices}, allowed: 1 to {MAX_CHOICES}"
         if refusal is not None:
             return Refused(request_id=request.request_id, code=refusal[0], message=refusal[1])
-        came_s = None if request.begun or self._loop is None else self._loop.time()
-        self._requests.add(request.request_id, request.choices(), submit.client_id, came_s)
+        arrived_s = None if request.begun or self._loop is None else self._loop.time()
+        self._requests.add(request.request_id, request.choices(), submit.client_id, arrived_s)
         self._engine.submit(request)
         return Accepted(request_id=request.request_id)
 

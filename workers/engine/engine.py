@@ -103,7 +103,7 @@ class Engine:
         self._num_arrived += 1
         block_size = self._block_size if self._prefix_reuse else None
         parent = RequestState(request, limits=self._limits, arrival=self._num_arrived, block_size=block_size)
-        parent.came_s = self._clock()
+        parent.arrived_s = self._clock()
         sequences = [Sequence(parent, choice, begun) for choice, begun in request.choices().items()]
         if block_size is not None:
             for sequence in sequences:

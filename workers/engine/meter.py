@@ -53,7 +53,7 @@ class StepMeter:
         self._model = model
         self._clock = clock
         self._began_s: float | None = None  # the first step
-        self._told_s = float("-inf")
+        self._reported_s = float("-inf")
         self._has_news = True
         self._tokens = {kind: HistogramCell(STEP_TOKENS) for kind in StepKind}
         self._seconds = {kind: HistogramCell(STEP_S) for kind in StepKind}
@@ -84,11 +84,11 @@ class StepMeter:
         and those after it say that the pause lasts."""
         if not (self._has_news or self._recent):
             return False
-        return (is_idle and self._has_news) or self._clock() - self._told_s >= PERIOD_S
+        return (is_idle and self._has_news) or self._clock() - self._reported_s >= PERIOD_S
 
     def steps(self) -> tuple[StepCounts, ...]:
         """For a report, which is being made now."""
-        self._told_s, self._has_news = self._clock(), False
+        self._reported_s, self._has_news = self._clock(), False
         return tuple(
             StepCounts(
                 kind=kind, tokens=self._tokens[kind].counts_now(), seconds=self._seconds[kind].counts_now()

@@ -14,7 +14,7 @@ _NONE = "none"
 
 
 @dataclass(slots=True)
-class _Way:
+class _PullCell:
     seconds: HistogramCell = field(default_factory=lambda: HistogramCell(TRANSFER_S))
     num_blocks: int = 0
     num_failed: int = 0
@@ -24,18 +24,18 @@ class PullMeter:
     """Of one engine; used by its thread."""
 
     def __init__(self) -> None:
-        self._ways: dict[tuple[str, str], _Way] = {}
+        self._cells: dict[tuple[str, str], _PullCell] = {}
 
     def observe(
         self, source: GroupId, transport: str, *, num_blocks: int, seconds: float, has_failed: bool
     ) -> None:
         """A pull has ended."""
-        way = self._ways.setdefault((_role_of(source), transport or _NONE), _Way())
+        cell = self._cells.setdefault((_role_of(source), transport or _NONE), _PullCell())
         if has_failed:
-            way.num_failed += 1
+            cell.num_failed += 1
         else:
-            way.seconds.observe(seconds)
-            way.num_blocks += num_blocks
+            cell.seconds.observe(seconds)
+            cell.num_blocks += num_blocks
 
     def counts(self) -> tuple[PullCounts, ...]:
         """So far, by role and transport."""
@@ -43,11 +43,11 @@ class PullMeter:
             PullCounts(
                 from_role=role,
                 transport=transport,
-                seconds=way.seconds.counts_now(),
-                num_blocks=way.num_blocks,
-                num_failed=way.num_failed,
+                seconds=cell.seconds.counts_now(),
+                num_blocks=cell.num_blocks,
+                num_failed=cell.num_failed,
             )
-            for (role, transport), way in sorted(self._ways.items())
+            for (role, transport), cell in sorted(self._cells.items())
         )
 
 

@@ -29,7 +29,7 @@ class ReadCounts:
 
     def __init__(self) -> None:
         self._sources: OrderedDict[GroupId, _Source] = OrderedDict()
-        self._told: tuple[SourceReads, ...] | None = ()  # None: something has changed since
+        self._listed: tuple[SourceReads, ...] | None = ()  # None: something has changed since
 
     def begun(self, group_id: GroupId) -> None:
         """A read is asked for."""
@@ -38,7 +38,7 @@ class ReadCounts:
         source.num_open += 1
         if len(self._sources) > MAX_SOURCES:
             self._sources.popitem(last=False)
-        self._told = None
+        self._listed = None
 
     def arrived(self, group_id: GroupId, num_blocks: int, transport: str, seconds: float) -> None:
         """Blocks have come whole, also of a read that has ended before."""
@@ -46,7 +46,7 @@ class ReadCounts:
             source.transport = transport
             source.num_blocks += num_blocks
             source.seconds += seconds
-            self._told = None
+            self._listed = None
 
     def ended(self, group_id: GroupId, end: FetchEnd) -> None:
         """The read is over."""
@@ -54,13 +54,13 @@ class ReadCounts:
             source.num_open = max(0, source.num_open - 1)  # it may have been forgotten in between
             source.num_done += end is FetchEnd.DONE
             source.num_failed += end is not FetchEnd.DONE and end not in _NOT_WANTED
-            self._told = None
+            self._listed = None
 
-    def told(self) -> tuple[SourceReads, ...]:
+    def by_source(self) -> tuple[SourceReads, ...]:
         """All sources, those last that were read from last. The same object until something changes: it is
         asked for with every step."""
-        if self._told is None:
-            self._told = tuple(
+        if self._listed is None:
+            self._listed = tuple(
                 SourceReads(
                     group_id=group_id,
                     transport=source.transport,
@@ -72,4 +72,4 @@ class ReadCounts:
                 )
                 for group_id, source in self._sources.items()
             )
-        return self._told
+        return self._listed

@@ -41,7 +41,7 @@ class RequestState:
     __slots__ = (
         "admitted_s",
         "arrival",
-        "came_s",
+        "arrived_s",
         "end_ids",
         "fetch",
         "fetch_s",
@@ -72,7 +72,7 @@ class RequestState:
         self.is_admitted = False  # a choice has had blocks
         self.fetch: Fetch | None = None  # blocks from another group, until it is admitted
         # For metrics: times of the engine's clock, and what other groups gave.
-        self.came_s = self.fetch_s = 0.0  # when it was added; how long fetches were open
+        self.arrived_s = self.fetch_s = 0.0  # when it was added; how long fetches were open
         self.admitted_s: float | None = None
         self.num_fetched_blocks = 0
         choices = request.choices()
@@ -81,8 +81,8 @@ class RequestState:
 
     def times(self, now_s: float) -> StageTimes:
         """Where the time went until its first token, which has just come."""
-        admitted_s = self.came_s if self.admitted_s is None else self.admitted_s
-        waited_s = admitted_s - self.came_s
+        admitted_s = self.arrived_s if self.admitted_s is None else self.admitted_s
+        waited_s = admitted_s - self.arrived_s
         return StageTimes(
             queue_s=max(0.0, waited_s - self.fetch_s),
             transfer_s=min(self.fetch_s, waited_s),

@@ -68,7 +68,7 @@ def group_stats(
         kv_transferring_blocks=fetches.num_in_flight,
         kv_leases=len(leases),
         kv_leases_expired_total=leases.expired_total,
-        kv_sources=fetches.counts.told(),
+        kv_sources=fetches.counts.by_source(),
     )
 
 
