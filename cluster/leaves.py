@@ -54,7 +54,7 @@ RANGES: dict[str, Range] = {
     "pools.*.schedule.max_step_tokens": _COUNT,
     "pools.*.schedule.max_running": Range(1, 1 << 16),
     "pools.*.schedule.max_prefill_chunk": _COUNT,
-    "pools.*.schedule.max_waiting": Range(0, 1_000_000),
+    "pools.*.schedule.max_waiting": Range(1, 1_000_000),
     "pools.*.schedule.expected_output_tokens": _COUNT,
     "pools.*.transfer.heartbeat_s": Range(0.1, 600),
     "pools.*.transfer.lease_s": Range(1, 3600),

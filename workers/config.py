@@ -38,7 +38,7 @@ class ScheduleConfig:
     max_step_tokens: int = 512  # one token budget for prompt chunks and decode rows together
     max_running: int = 128  # sequences with blocks at the same time
     max_prefill_chunk: int | None = None  # most prompt tokens of one request in a step; None: the budget
-    max_waiting: int = 2048  # requests in the queue; more are refused
+    max_waiting: int = 2048  # requests that have not begun to run; more are refused
     expected_output_tokens: int = 128  # length that memory is planned for until some requests have ended
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.models.engine_groups import group_config
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.submit import SubmitClient
+from workers.engine.loop import EngineLoop
 from workers.group_start import GroupStart
 from workers.ranks.host import LeaderHost
 from workers.runtime.launch import start_follower
@@ -67,3 +68,36 @@ def test_clients_hear_of_a_lost_rank_before_the_process_ends(
     assert heard == reason
     assert f"rank 1 (pid {pid})" in heard and words in heard
     assert took_s < within_s
+
+
+def test_the_other_ranks_end_though_a_part_of_rank_0_fails_to(
+    family_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = group_config(family_folder("llama"), 2, step_timeout_s=TIMEOUT_S)
+
+    stop = EngineLoop.stop
+
+    def stop_and_fail(loop: EngineLoop, timeout_s: float) -> None:
+        stop(loop, timeout_s)
+        raise RuntimeError("the engine did not end")
+
+    async def run() -> None:
+        start = GroupStart(
+            config=config, group_id=GroupId("g"), epoch=1, role=Role.UNIFIED, secret=SECRET, on_loopback=True
+        )
+        host = LeaderHost(start, host="127.0.0.1", end_process=lambda reason: None)
+        assert host.rendezvous is not None
+        follower = start_follower(RankOrder(config=config, rank=1, rendezvous=host.rendezvous))
+        try:
+            await asyncio.to_thread(host.load)
+            await host.listen()
+            with monkeypatch.context() as broken:
+                broken.setattr(EngineLoop, "stop", stop_and_fail)
+                with pytest.raises(RuntimeError, match="did not end"):
+                    await host.stop("the test is over")
+            assert await asyncio.to_thread(follower.wait, 5.0) == 0  # it was told to
+        finally:
+            follower.kill()
+            await asyncio.to_thread(follower.wait, 5.0)
+
+    asyncio.run(run())

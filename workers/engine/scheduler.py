@@ -61,6 +61,7 @@ class Scheduler:
             ("max_step_tokens", schedule.max_step_tokens),
             ("max_running", schedule.max_running),
             ("max_prefill_chunk", schedule.max_prefill_chunk),
+            ("max_waiting", schedule.max_waiting),
             ("expected_output_tokens", schedule.expected_output_tokens),
             ("block_size", block_size),
         )

@@ -121,6 +121,12 @@ def test_the_waiting_queue_is_bounded_by_requests() -> None:
     assert set(run(engine).last) == {("a", 0), ("c", 0), ("d", 0)}
 
 
+@pytest.mark.parametrize("name", ["max_waiting", "max_running", "max_step_tokens", "max_prefill_chunk"])
+def test_limits_with_which_nothing_could_run_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0: it must be at least 1"):
+        make_engine(**{name: 0})  # type: ignore[arg-type]  # by name
+
+
 # -- deferral -----------------------------------------------------------------------------------------------
 
 
