@@ -32,10 +32,17 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from cluster.directory_probe import ProbeError, read_directories
-from cluster.launch import LocalCluster, deploy, free_port, start_local_cluster, stop_all, wait_ready
-from cluster.machine import facts
-from cluster.validate import SHIPPED_FILES, load_deployment
+from cluster.deployment.load import SHIPPED_FILES, load_deployment
+from cluster.figures.machine import facts
+from cluster.launch.local_cluster import (
+    LocalCluster,
+    deploy,
+    free_port,
+    start_local_cluster,
+    stop_all,
+    wait_ready,
+)
+from cluster.running.directory_probe import ProbeError, read_directories
 
 FILE = SHIPPED_FILES / "local-autoscaled.yaml"
 PROMPT_TOKENS, OUTPUT_TOKENS = 384, 8

@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from cluster.marked import MARK, marked_processes
+from cluster.launch.marked import MARK, marked_processes
 
 # Part of a process's command -> its name in tables; the first that fits.
 _PARTS = (

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from benchmarks.groups import Group, GroupPlan, Run, through
 from benchmarks.spin import spin_briefly
-from cluster.machine import facts
+from cluster.figures.machine import facts
 
 PREFIX_TOKENS, SUFFIX_TOKENS = 1920, 40
 NUM_STREAMS, STREAM_PROMPT = 8, 128

@@ -34,7 +34,7 @@ from benchmarks.spin import SPIN_COUNT, spin_briefly
 from benchmarks.subjects import Subject, SubjectFailed, Tandem, Transformers
 from benchmarks.works import WEIGHT_FORMATS, Kind, WeightFormat, Work, limit, standard_works, sweep_works
 from cluster.bench.roofs import RoofMeter
-from cluster.embedded import ensure
+from cluster.models.embedded import ensure
 from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.spec import spec_from_config

@@ -26,8 +26,15 @@ from rich.table import Table
 from benchmarks.client import complete
 from benchmarks.cpu_time import cpu_seconds
 from benchmarks.paced_app import PERIOD_S
-from cluster.launch import LocalCluster, deploy, free_port, start_local_cluster, stop_all, wait_ready
-from cluster.machine import facts
+from cluster.figures.machine import facts
+from cluster.launch.local_cluster import (
+    LocalCluster,
+    deploy,
+    free_port,
+    start_local_cluster,
+    stop_all,
+    wait_ready,
+)
 
 PROMPT_TOKENS = 128
 _APPLICATION = "tandem"

@@ -13,7 +13,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from cluster import embedded
+from cluster.models import embedded
 from router.deployment import Router, RouterStart
 from router.routing.policy import PolicyConfig
 from router.settings import RouterSettings

@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.spin import spin_briefly
-from cluster.machine import facts
+from cluster.figures.machine import facts
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.engine.engine import Engine
 from workers.runtime.launch import LocalGroup

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from cluster.embedded import default_root, ensure
+from cluster.models.embedded import default_root, ensure
 
 NAME = "random-qwen2-0.5b"
 _TOKENIZER_FILES = (

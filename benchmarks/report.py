@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.catalogue import CATALOGUE, default_root
-from cluster.machine import facts
+from cluster.figures.machine import facts
 from cluster.plan.devices import Roofs
 
 Row = dict[str, object]

@@ -29,15 +29,15 @@ from cluster.bench.client import ServedModel
 from cluster.bench.latency import Outcome
 from cluster.bench.load import Due, Server, of_trace, run_load
 from cluster.bench.orders import CalibrateOrder, EngineSettings
-from cluster.embedded import ensure
-from cluster.launch import free_port
-from cluster.machine import facts
-from cluster.plan.step_cost import StepCost, StepShape
+from cluster.deployment.load import SHIPPED_FILES
+from cluster.figures.machine import facts
+from cluster.figures.step_cost import StepCost, StepShape
+from cluster.figures.traces import TraceRequest, read_trace, scaled
+from cluster.launch.local_cluster import free_port
+from cluster.models.embedded import ensure
 from cluster.simulate.peers import Network
 from cluster.simulate.report import Report, report
 from cluster.simulate.run import SimConfig, simulate
-from cluster.traces import TraceRequest, read_trace, scaled
-from cluster.validate import SHIPPED_FILES
 from workers.types import Role
 
 _FILE = SHIPPED_FILES / "local-two-groups.yaml"

@@ -35,7 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cluster.machine import facts
+from cluster.figures.machine import facts
 from workers.kernels.memory import huge_bytes
 from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS, choose

@@ -18,12 +18,12 @@ from ray import serve
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray.serve import Application
 
-from cluster import embedded
-from cluster.config import parse_config
-from cluster.config_tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
-from cluster.file_checks import key_problems, open_model
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
-from cluster.problems import ConfigError, Problem
+from cluster.config.parse import parse_config
+from cluster.config.problems import ConfigError, Problem
+from cluster.config.tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
+from cluster.deployment.named_files import key_problems, open_model
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
+from cluster.models import embedded
 from cluster.scaling.told import told_numbers
 from router.deployment import Router, RouterStart
 from workers.config import ModelConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # A client's own limit for its request, seconds. Serve acts on the first name too, with an answer of its own
-# (408 in plain text), so its HAProxy passes the header on under the second (`cluster.haproxy_rules`).
+# (408 in plain text), so its HAProxy passes the header on under the second (`cluster.launch.haproxy_rules`).
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 PASSED_TIMEOUT_HEADER = "x-generation-timeout-seconds"
 

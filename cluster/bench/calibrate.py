@@ -20,9 +20,9 @@ from cluster.bench.engine import BenchEngine, EngineRun, TimedStep
 from cluster.bench.orders import CalibrateOrder
 from cluster.bench.roofs import GpuRoofMeter, RoofMeter, roof_meter
 from cluster.bench.subject import Prompts, open_engine
-from cluster.machine import facts, machine_name
+from cluster.figures.machine import facts, machine_name
+from cluster.figures.step_cost import StepCost, StepShape
 from cluster.plan.fit import Sample, fit, residuals
-from cluster.plan.step_cost import StepCost, StepShape
 from workers.runtime.kv_pool import free_bytes
 from workers.runtime.rank import RankFacts
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from cluster.plan.step_cost import StepShape
-from cluster.plan.step_shape import shape_of
+from cluster.figures.step_cost import StepShape
+from cluster.figures.step_shape import shape_of
 from workers.config import CacheConfig, GroupConfig
 from workers.engine.engine import Engine
 from workers.engine.step import Executor, GroupFailed, StepPlan, StepResult

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.percentile import percentile
+from cluster.figures.percentile import percentile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

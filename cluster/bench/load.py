@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cluster.bench.client import CompletionClient, ServedModel, completion_body, wait_until
 from cluster.bench.latency import Outcome
-from cluster.traces import TraceRequest, prompt_tokens
+from cluster.figures.traces import TraceRequest, prompt_tokens
 
 _HEAD_START_S = 0.2  # between the start of a run and its first arrival
 _FIRST_TOKEN = 10

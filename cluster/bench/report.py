@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.machine import facts
+from cluster.figures.machine import facts
 
 Row = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ from cluster.bench.orders import SweepOrder
 from cluster.bench.report import Report, Row
 from cluster.bench.roofs import roof_meter
 from cluster.bench.subject import Prompts, open_engine
-from cluster.percentile import percentile
+from cluster.figures.percentile import percentile
 from cluster.plan.arithmetic import kv_bytes_per_token, read_bytes
 from cluster.plan.devices import Roofs
 from cluster.plan.roofline import Load

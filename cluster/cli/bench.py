@@ -20,8 +20,8 @@ from cluster.cli.load import replay, serve
 from cluster.cli.options import JsonOption
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
-from cluster.config_tree import EMBEDDED_MODEL
-from cluster.embedded import canonical_path, model_folder
+from cluster.config.tree import EMBEDDED_MODEL
+from cluster.models.embedded import canonical_path, model_folder
 from cluster.plan.calibration import keep_calibration
 from cluster.plan.memory import DoesNotFit
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.sse import AnswerStats
-from cluster.problems import closest
+from cluster.config.problems import closest
 
 SETTINGS: Mapping[str, type] = {
     "temperature": float,

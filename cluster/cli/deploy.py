@@ -19,13 +19,13 @@ from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
-from cluster.cluster_files import FileKind, check_cluster_file
-from cluster.config_tree import EMBEDDED_MODEL
-from cluster.deployed import DeployedFile
-from cluster.problems import ConfigError, Problem
-from cluster.running import RunningCluster, process_start
-from cluster.serve_api import ServeApi, ServeApiError
-from cluster.validate import Deployment, check_model, load_deployment
+from cluster.config.problems import ConfigError, Problem
+from cluster.config.tree import EMBEDDED_MODEL
+from cluster.deployment.cluster_files import FileKind, check_cluster_file
+from cluster.deployment.load import Deployment, check_model, load_deployment
+from cluster.running.deployed import DeployedFile
+from cluster.running.note import RunningCluster, process_start
+from cluster.running.serve_api import ServeApi, ServeApiError
 
 _DOWN_TIMEOUT_S = 60.0
 

@@ -18,7 +18,7 @@ from cluster.cli.keys import key_headers
 from cluster.cli.options import JsonOption, KeysOption
 from cluster.cli.services import DEFAULT_URL, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
-from cluster.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
+from cluster.figures.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
 
 UrlOption = Annotated[
     str | None, typer.Option("--url", help="Server; the running `tandem serve` by default.")

@@ -15,7 +15,7 @@ from cluster.cli.services import DEFAULT_DASHBOARD, services_of
 from cluster.cli.signals import interrupts
 from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.observe.local_prometheus import need_prometheus, running
-from cluster.serve_api import read_token
+from cluster.running.serve_api import read_token
 from dashboards import scrape
 from router.api.auth import read_api_keys
 

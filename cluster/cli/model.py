@@ -12,9 +12,9 @@ from rich.table import Table
 from cluster.cli.options import JsonOption
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import Phases, Terminal
-from cluster.config_tree import EMBEDDED_MODEL
-from cluster.embedded import SMOLLM2, EmbeddedModelError, canonical_path, model_folder
-from cluster.problems import ConfigError, Problem
+from cluster.config.problems import ConfigError, Problem
+from cluster.config.tree import EMBEDDED_MODEL
+from cluster.models.embedded import SMOLLM2, EmbeddedModelError, canonical_path, model_folder
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
 from workers.model.spec import legal_tensor_parallel

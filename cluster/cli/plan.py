@@ -11,8 +11,10 @@ import typer
 from cluster.cli.options import JsonOption
 from cluster.cli.plan_tables import Proposed, plan_facts, print_plan, print_proposal, proposal_facts
 from cluster.cli.terminal import CommandFailed, Terminal
-from cluster.config_tree import EMBEDDED_MODEL
-from cluster.machine import usable_cores
+from cluster.config.tree import EMBEDDED_MODEL
+from cluster.figures.machine import usable_cores
+from cluster.figures.step_cost import StepCostError
+from cluster.figures.traces import TraceError, read_trace, scaled
 from cluster.plan.demand import Demand, Targets, of_trace
 from cluster.plan.deployment import deployment_text
 from cluster.plan.devices import UnknownDevice, device_names
@@ -21,8 +23,6 @@ from cluster.plan.memory import DTYPE_BYTES, DoesNotFit, Shape
 from cluster.plan.models import PlannedModel, UnknownModel, find_model
 from cluster.plan.plan import Plan, find_speed, make_plan, propose, smallest_ranks
 from cluster.plan.proposal import NotReachable
-from cluster.plan.step_cost import StepCostError
-from cluster.traces import TraceError, read_trace, scaled
 from workers.config import CacheConfig, ScheduleConfig
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.spec import check_tensor_parallel

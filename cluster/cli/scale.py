@@ -16,10 +16,10 @@ from cluster.cli.deploy import find_cluster, roll_out
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, SetOption
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Terminal
-from cluster.deployed import DeployedFile
-from cluster.problems import ConfigError, Problem
-from cluster.replicas import with_replicas
-from cluster.validate import Deployment, load_deployment
+from cluster.config.problems import ConfigError, Problem
+from cluster.deployment.load import Deployment, load_deployment
+from cluster.deployment.replicas import with_replicas
+from cluster.running.deployed import DeployedFile
 
 _MOST = 1024
 

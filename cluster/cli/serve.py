@@ -20,12 +20,12 @@ from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOpt
 from cluster.cli.services import Services, services_of
 from cluster.cli.signals import interrupts
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
-from cluster.config_tree import EMBEDDED_MODEL
-from cluster.deployed import DeployedFile
-from cluster.launch import LaunchError, LocalCluster
-from cluster.running import RunningCluster, process_start
-from cluster.serve_api import ServeApi
-from cluster.validate import DEFAULT_FILE, Deployment, check_model, load_deployment
+from cluster.config.tree import EMBEDDED_MODEL
+from cluster.deployment.load import DEFAULT_FILE, Deployment, check_model, load_deployment
+from cluster.launch.local_cluster import LaunchError, LocalCluster
+from cluster.running.deployed import DeployedFile
+from cluster.running.note import RunningCluster, process_start
+from cluster.running.serve_api import ServeApi
 
 _END_S = 5.0  # after the drain: for the error that ends what still runs, and for ranks to end in order
 _QUESTION = "What is the capital of France?"

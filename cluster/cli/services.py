@@ -10,16 +10,17 @@ from typing import Any, Protocol
 
 import typer
 
-from cluster import embedded, launch
 from cluster.bench.child import measure
 from cluster.bench.client import ServedModel
 from cluster.bench.latency import Outcome
 from cluster.bench.load import Due, Server, run_load
 from cluster.bench.orders import Order
-from cluster.deployed import DeployedFiles
-from cluster.directory_probe import read_directories
-from cluster.running import RunningCluster, RunningNote, default_note
-from cluster.serve_api import ServeApi, read_token
+from cluster.launch import local_cluster
+from cluster.models import embedded
+from cluster.running.deployed import DeployedFiles
+from cluster.running.directory_probe import read_directories
+from cluster.running.note import RunningCluster, RunningNote, default_note
+from cluster.running.serve_api import ServeApi, read_token
 from workers.directory.groups import GroupListing
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
@@ -27,16 +28,16 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class Launcher(Protocol):
-    """Starting and stopping: the module `cluster.launch`, or a fake of the tests."""
+    """Starting and stopping: the module `cluster.launch.local_cluster`, or a fake of the tests."""
 
     def check_port(self, host: str, port: int) -> None: ...
 
     def start_local_cluster(
-        self, *, num_cpus: int, report: launch.Report, timeout_s: float
-    ) -> launch.LocalCluster: ...
+        self, *, num_cpus: int, report: local_cluster.Report, timeout_s: float
+    ) -> local_cluster.LocalCluster: ...
 
     def deploy(
-        self, api: ServeApi, config: Mapping[str, Any], *, report: launch.Report, timeout_s: float
+        self, api: ServeApi, config: Mapping[str, Any], *, report: local_cluster.Report, timeout_s: float
     ) -> None: ...
 
     def wait_ready(
@@ -46,12 +47,12 @@ class Launcher(Protocol):
         application: str,
         url: str,
         headers: Mapping[str, str],
-        report: launch.Report,
+        report: local_cluster.Report,
         timeout_s: float,
         is_alive: Callable[[], bool],
     ) -> None: ...
 
-    def stop_all(self, cluster: launch.LocalCluster, *, grace_s: float) -> list[str]: ...
+    def stop_all(self, cluster: local_cluster.LocalCluster, *, grace_s: float) -> list[str]: ...
 
 
 class Measure(Protocol):
@@ -70,7 +71,7 @@ RunLoad = Callable[[Server, Callable[[ServedModel], Iterable[Due]], Callable[[st
 class Services:
     """The outside world of the commands."""
 
-    launcher: Launcher = launch
+    launcher: Launcher = local_cluster
     # (Ray's address or "", applications) -> what the groups of each say of themselves
     directories: Callable[[str, list[str]], Mapping[str, GroupListing]] = read_directories
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure

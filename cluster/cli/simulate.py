@@ -12,11 +12,11 @@ from rich.table import Table
 
 from cluster.cli.options import JsonOption
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
+from cluster.figures.traces import TraceError, TraceRequest, read_trace, scaled
 from cluster.simulate.peers import Network
 from cluster.simulate.report import Report, report
 from cluster.simulate.run import POLICIES, DoesNotFit, SimConfig, simulate
-from cluster.traces import TraceError, TraceRequest, read_trace, scaled
 from workers.config import CacheConfig, ScheduleConfig
 from workers.types import Role
 

@@ -16,7 +16,7 @@ from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, KeysOption
 from cluster.cli.services import services_of
 from cluster.cli.terminal import CommandFailed, Terminal
-from cluster.group_table import (
+from cluster.running.group_table import (
     ApplicationStatus,
     GroupRow,
     PairRow,
@@ -24,7 +24,7 @@ from cluster.group_table import (
     parse_loads,
     parse_pairs,
 )
-from cluster.serve_api import ingress_url
+from cluster.running.serve_api import ingress_url
 
 _COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
 # By `workers.report.Bound`; nothing is said of an idle group.

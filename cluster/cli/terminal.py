@@ -21,11 +21,11 @@ from rich.markup import escape
 from rich.status import Status
 from rich.text import Text
 
-from cluster.directory_probe import ProbeError
-from cluster.embedded import EmbeddedModelError
-from cluster.launch import LaunchError
-from cluster.problems import ConfigError
-from cluster.serve_api import ServeApiError
+from cluster.config.problems import ConfigError
+from cluster.launch.local_cluster import LaunchError
+from cluster.models.embedded import EmbeddedModelError
+from cluster.running.directory_probe import ProbeError
+from cluster.running.serve_api import ServeApiError
 
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2

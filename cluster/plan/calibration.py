@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.machine import machine_key
+from cluster.figures.machine import machine_key
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError, load_with_facts
 from cluster.plan.devices import Roofs
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError, load_with_facts
 
 _HASH_DIGITS = 16
 # Ceilings of the machine that the shipped figures are from.

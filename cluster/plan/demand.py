@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.traces import TraceRequest
+from cluster.figures.traces import TraceRequest
 
 _WINDOW_S = 60.0
 _MOST_SAMPLES = 2000  # lengths of a longer trace are thinned to about so many

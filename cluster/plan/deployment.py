@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
+from cluster.config.yaml_tree import read_yaml
+from cluster.deployment.load import DEFAULT_FILE
 from cluster.plan.devices import Device
 from cluster.plan.memory import MemoryPlan, Shape
 from cluster.plan.proposal import PoolProposal, Proposal
-from cluster.validate import DEFAULT_FILE
-from cluster.yaml_tree import read_yaml
 
 _GPUS_OF_A_MACHINE = 8
 _ROUTER_GROUPS = 32  # that one router replica serves

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cluster.plan.step_cost import StepCost, StepShape
+from cluster.figures.step_cost import StepCost, StepShape
 
 _BLENDS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
 _NAMES = ("overhead_s", "weights_s", "token_s", "row_s", "context_token_s", "pair_s")

@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.figures.step_cost import StepCost
 from cluster.plan.arithmetic import attended_pairs, linear_flop, pair_flop
 from cluster.plan.devices import Roofs
 from cluster.plan.roofline import Load
-from cluster.plan.step_cost import StepCost
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 

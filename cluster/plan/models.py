@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config_tree import EMBEDDED_MODEL
-from cluster.embedded import SMOLLM2, canonical_path, model_folder
+from cluster.config.tree import EMBEDDED_MODEL
+from cluster.models.embedded import SMOLLM2, canonical_path, model_folder
 from cluster.plan.arithmetic import num_parameters
 from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint

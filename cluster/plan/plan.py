@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from cluster.plan import textbook
 from cluster.plan.arithmetic import int8_kv_bytes_per_token
 from cluster.plan.calibration import SHIPPED_PARAMETERS, find_calibration, machine_roofs
@@ -15,7 +16,6 @@ from cluster.plan.memory import DoesNotFit, MemoryPlan, Shape, plan_memory
 from cluster.plan.models import PlannedModel
 from cluster.plan.proposal import GroupLimits, NotReachable, Proposal, propose_apart, propose_unified
 from cluster.plan.roofline import Load
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from workers.model.spec import legal_tensor_parallel
 
 _QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cluster.figures.step_cost import StepCost
 from cluster.plan.demand import Demand, Targets
 from cluster.plan.queueing import PrefillQueue
-from cluster.plan.step_cost import StepCost
 
 _MOST_GROUPS = 10_000
 _HEADROOM = 0.85  # of the batch that just meets the target, and of the pool: arrivals are random

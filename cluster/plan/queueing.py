@@ -6,9 +6,9 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from cluster.percentile import percentile
+from cluster.figures.percentile import percentile
+from cluster.figures.step_cost import StepCost
 from cluster.plan.demand import Demand
-from cluster.plan.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cluster.figures.step_cost import StepCost
 from cluster.plan.arithmetic import (
     attended_pairs,
     attended_tokens,
@@ -20,7 +21,6 @@ from cluster.plan.arithmetic import (
     read_bytes,
 )
 from cluster.plan.devices import Device, Roofs
-from cluster.plan.step_cost import StepCost
 from workers.model.architecture import ModelSpec
 
 

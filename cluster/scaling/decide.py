@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cluster.plan.step_cost import StepCost
+from cluster.figures.step_cost import StepCost
 from cluster.scaling.needs import (
     Load,
     answer_terms,

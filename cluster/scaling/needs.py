@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.plan.step_cost import DEFAULT_STEP_TOKENS, StepCost, StepShape
+from cluster.figures.step_cost import DEFAULT_STEP_TOKENS, StepCost, StepShape
 from cluster.scaling.targets import ScalingTargets
 from cluster.scaling.view import PoolView
 from workers.data_plane.signals import GroupSignals

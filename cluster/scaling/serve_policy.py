@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingContext
 
-from cluster.plan.step_cost import StepCost
+from cluster.figures.step_cost import StepCost
 from cluster.scaling.decide import Decision, decide
 from cluster.scaling.targets import ScalingTargets
 from cluster.scaling.told import deployment_of

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from cluster.plan.step_cost import StepCost
+from cluster.figures.step_cost import StepCost
 from cluster.scaling.targets import ScalingTargets
 
 _NO_RATIO = -1.0

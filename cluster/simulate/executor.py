@@ -6,8 +6,8 @@ Every row that is asked for a token gets the same one. A request that is to have
 
 from __future__ import annotations
 
-from cluster.plan.step_cost import StepCost
-from cluster.plan.step_shape import shape_of
+from cluster.figures.step_cost import StepCost
+from cluster.figures.step_shape import shape_of
 from cluster.simulate.world import World
 from workers.engine.step import Sampled, SliceResult, StepPlan, StepResult
 

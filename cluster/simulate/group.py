@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from cluster.plan.step_cost import StepCost
+from cluster.figures.step_cost import StepCost
 from cluster.simulate.executor import CostExecutor
 from cluster.simulate.leap import Leap
 from cluster.simulate.world import World

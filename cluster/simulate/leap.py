@@ -12,7 +12,7 @@ be one.
 
 from __future__ import annotations
 
-from cluster.plan.step_cost import StepCost, StepShape
+from cluster.figures.step_cost import StepCost, StepShape
 from cluster.simulate.executor import TOKEN
 from workers.engine.engine import Engine
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cluster.figures.traces import TraceRequest, prompt_tokens
 from cluster.simulate.group import SimGroup
 from cluster.simulate.rivals import Rival
 from cluster.simulate.world import World
-from cluster.traces import TraceRequest, prompt_tokens
 from router.dispatch.interface import Decision
 from router.dispatch.placement import BlockChains, Placement
 from router.routing.policy import Choice, PolicyConfig

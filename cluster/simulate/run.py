@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cluster.plan.step_cost import StepCost
+from cluster.figures.step_cost import StepCost
+from cluster.figures.traces import TraceRequest
 from cluster.simulate.group import GroupKind, SimGroup
 from cluster.simulate.peers import Exchange, Network
 from cluster.simulate.rivals import LongestPrefix, PowerOfTwo, Rival
 from cluster.simulate.router import Served, SimRouter
 from cluster.simulate.world import World
-from cluster.traces import TraceRequest
 from router.routing.policy import PlacementPolicy, PolicyConfig
 from workers.config import CacheConfig, ScheduleConfig
 from workers.types import GroupId, GroupInfo, Role

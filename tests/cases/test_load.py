@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.bench.load import Server, of_trace, run_load
-from cluster.traces import TraceRequest
+from cluster.figures.traces import TraceRequest
 from tests.cases.serving import Serving
 from tests.unit.router.client import server
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import embedded
+from cluster.models import embedded
 from tests.cases.serving import COMPLETIONS, LocalDispatcher, Serving, running_engine, serving
 from tests.models.checkpoints import build, family, prompt_ids
 from tests.models.oracle import Oracle

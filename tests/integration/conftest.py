@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch import LocalCluster, free_port, start_local_cluster, stop_all
+from cluster.launch.local_cluster import LocalCluster, free_port, start_local_cluster, stop_all
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ import openai
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.config import apply_overrides
-from cluster.directory_probe import read_entries
-from cluster.launch import LocalCluster, deploy, wait_ready
+from cluster.config.parse import apply_overrides
+from cluster.launch.local_cluster import LocalCluster, deploy, wait_ready
+from cluster.running.directory_probe import read_entries
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 APPLICATION = "tandem"

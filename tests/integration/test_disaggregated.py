@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from cluster.launch import LocalCluster
+from cluster.launch.local_cluster import LocalCluster
 from tests.cases import serving as one_process
 from tests.integration.serving import Serving, serving, wait_for
 from tests.models import checkpoints

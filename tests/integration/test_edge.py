@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.launch import LocalCluster
+from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import Serving, serving
 
 pytestmark = pytest.mark.integration

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.launch import LocalCluster, deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster, deploy, wait_ready
 from tests.integration.serving import (
     APPLICATION,
     Serving,

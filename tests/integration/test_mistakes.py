@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.launch import LaunchError, LocalCluster, deploy, wait_ready
+from cluster.launch.local_cluster import LaunchError, LocalCluster, deploy, wait_ready
 from tests.integration.serving import APPLICATION, config_of, remove
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.launch import LocalCluster
+from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import Serving, config_of, serving, wait_for
 from tests.models import checkpoints
 from tests.models.toy_tokenizers import byte_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.launch import LocalCluster, deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster, deploy, wait_ready
 from tests.integration.serving import APPLICATION, Serving, config_of, serving, wait_for
 from tests.integration.streams import answer_of, body_of, streaming
 from tests.models import checkpoints

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.launch import LocalCluster, check_port, free_port
-from cluster.marked import MARK
+from cluster.launch.local_cluster import LocalCluster, check_port, free_port
+from cluster.launch.marked import MARK
 from tests.integration.serving import processes, wait_for
 
 pytestmark = pytest.mark.integration

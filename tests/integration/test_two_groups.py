@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch import LocalCluster
+from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import Serving, serving, wait_for
 from tests.models import checkpoints
 from tests.models.toy_tokenizers import byte_tokenizer

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster import embedded
-from cluster.launch import LocalCluster
+from cluster.launch.local_cluster import LocalCluster
+from cluster.models import embedded
 from tests.integration.serving import Serving, serving, wait_for
 from tests.models.oracle import Oracle
 from workers.types import Role

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from cluster import embedded
-from cluster.launch import LocalCluster
+from cluster.launch.local_cluster import LocalCluster
+from cluster.models import embedded
 from tests.integration.serving import Serving, processes, serving, wait_for
 from tests.models.oracle import Oracle
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from cluster.embedded import SMOLLM2, find_source
-from cluster.gguf_model import write_folder
+from cluster.models.embedded import SMOLLM2, find_source
+from cluster.models.gguf_model import write_folder
 from tests.models import checkpoints
 from tests.models.engine_groups import group_config
 from tests.models.exchange_groups import Loop, Ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from cluster.manifest import sha256_file
+from cluster.models.manifest import sha256_file
 from workers.model.checkpoint import Checkpoint
 
 

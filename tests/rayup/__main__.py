@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.marked import MARK, marked_processes
+from cluster.launch.marked import MARK, marked_processes
 from tests.rayup.tools import ToolsMissing, find_tools
 
 ROOT = Path(__file__).resolve().parents[2]

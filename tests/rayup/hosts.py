@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.marked import MARK
+from cluster.launch.marked import MARK
 from tests.rayup.tools import Tools
 
 NETWORK = "10.77.0"

@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import app
 from cluster.cli.services import Services
-from cluster.deployed import DeployedFiles
-from cluster.gguf_model import write_folder
-from cluster.running import RunningNote
-from cluster.serve_api import ServeApi
+from cluster.models.gguf_model import write_folder
+from cluster.running.deployed import DeployedFiles
+from cluster.running.note import RunningNote
+from cluster.running.serve_api import ServeApi
 from tests.unit.cluster.fakes import FakeLauncher, FakeServer, embedded_model
 from tests.unit.cluster.tiny_gguf import write_tiny_gguf
 from workers.directory.groups import GroupEntry, GroupListing

@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from cluster.embedded import Progress
-from cluster.guardian import Guardian
-from cluster.launch import LaunchError, LocalCluster, Report
-from cluster.serve_api import ServeApi
+from cluster.launch.guardian import Guardian
+from cluster.launch.local_cluster import LaunchError, LocalCluster, Report
+from cluster.models.embedded import Progress
+from cluster.running.serve_api import ServeApi
 
 LOAD: dict[str, Any] = {
     "groups": [
@@ -238,7 +238,7 @@ class FakeLauncher:
 
 
 def embedded_model(folder: Path) -> Callable[[Progress], Path]:
-    """Stands for `cluster.embedded.ensure`."""
+    """Stands for `cluster.models.embedded.ensure`."""
 
     def ensure(progress: Progress) -> Path:
         progress("found SmolLM2-135M-Instruct")

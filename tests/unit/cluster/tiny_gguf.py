@@ -8,8 +8,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.embedded import ModelSource
-from cluster.manifest import sha256_file
+from cluster.models.embedded import ModelSource
+from cluster.models.manifest import sha256_file
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 64, 4, 2, 96, 2
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -13,7 +13,7 @@ from cluster.cli.services import Services
 from cluster.observe import local_prometheus
 from cluster.observe.local_prometheus import need_prometheus
 from cluster.observe.prometheus_api import ObserveError
-from cluster.running import RunningNote
+from cluster.running.note import RunningNote
 from dashboards.pages import PAGES, files
 from tests.unit.dashboards.grafana_double import TOKEN, GrafanaDouble
 

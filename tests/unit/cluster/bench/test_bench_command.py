@@ -16,9 +16,9 @@ from cluster.bench.load import Server
 from cluster.bench.orders import CalibrateOrder, KvCacheOrder, Order, SweepOrder
 from cluster.cli import app
 from cluster.cli.services import Services
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU
 from cluster.plan.calibration import find_calibration
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU
-from cluster.running import RunningNote
+from cluster.running.note import RunningNote
 
 CEILINGS = {"read_bytes_per_s": 30e9, "flop_per_s": 400e9, "samples": {}}
 ROW = {

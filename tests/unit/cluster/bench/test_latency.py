@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.bench.latency import Limits, Outcome, summary
-from cluster.percentile import percentile
+from cluster.figures.percentile import percentile
 
 
 def outcome(number: int, due_s: float, *token_s: float, error: str = "", sent_late_s: float = 0.0) -> Outcome:

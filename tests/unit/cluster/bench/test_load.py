@@ -12,7 +12,7 @@ from aiohttp import web
 
 from cluster.bench.client import CompletionClient, ServedModel, ServerUnusable, completion_body
 from cluster.bench.load import Due, Server, of_trace, poisson, run_load
-from cluster.traces import TraceRequest
+from cluster.figures.traces import TraceRequest
 
 
 class SlowServer:

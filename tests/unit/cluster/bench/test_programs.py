@@ -13,7 +13,7 @@ from cluster.bench.child import MeasuringFailed, measure
 from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, SweepOrder
 from cluster.bench.report import write_report
 from cluster.bench.subject import Prompts, open_engine
-from cluster.plan.step_cost import StepCost, StepShape
+from cluster.figures.step_cost import StepCost, StepShape
 
 MIB = 1 << 20
 

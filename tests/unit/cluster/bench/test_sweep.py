@@ -6,9 +6,9 @@ from cluster.bench.engine import EngineRun, TimedStep
 from cluster.bench.kv_cache import growth
 from cluster.bench.orders import EngineSettings, SweepOrder
 from cluster.bench.sweep import above_limit, load_of, mark_knee, row_of
+from cluster.figures.step_cost import StepShape
 from cluster.plan.devices import Roofs
 from cluster.plan.models import find_model
-from cluster.plan.step_cost import StepShape
 
 ORDER = SweepOrder(engine=EngineSettings(model="m"), prompt_tokens=100, new_tokens=5)
 LOAD = load_of(find_model("smollm2-135m").spec, "bfloat16", "none")

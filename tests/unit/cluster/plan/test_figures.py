@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.figures.step_cost import causal_pairs
 from cluster.plan.arithmetic import (
     attended_pairs,
     attended_tokens,
@@ -19,7 +20,6 @@ from cluster.plan.devices import DEVICES
 from cluster.plan.memory import Shape, plan_memory
 from cluster.plan.models import REFERENCES, PlannedModel, find_model
 from cluster.plan.roofline import Load
-from cluster.plan.step_cost import causal_pairs
 from cluster.plan.textbook import notes, textbook_figures
 
 A100 = DEVICES["a100-80g"]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepShape, causal_pairs
 from cluster.plan.fit import Sample, fit, residuals
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepShape, causal_pairs
 
 SHAPES = [
     *(

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import EMBEDDED_MODEL
-from cluster.machine import usable_cores
+from cluster.config.parse import EMBEDDED_MODEL
+from cluster.deployment.load import load_deployment
+from cluster.figures.machine import usable_cores
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU
 from cluster.plan.calibration import find_calibration, keep_calibration
 from cluster.plan.devices import DEVICES
 from cluster.plan.memory import Shape
 from cluster.plan.models import UnknownModel, find_model
 from cluster.plan.plan import find_speed, load_of, split_cost
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU
-from cluster.validate import load_deployment
 from tests.unit.cluster.conftest import World
 
 TARGETS = ("--ttft", "2000", "--tpot", "50")

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
+from cluster.figures.step_cost import StepCost
+from cluster.figures.traces import TraceRequest
 from cluster.plan.demand import Demand, Targets, of_trace
 from cluster.plan.proposal import GroupLimits, NotReachable, propose_apart, propose_unified
 from cluster.plan.queueing import PrefillQueue
-from cluster.plan.step_cost import StepCost
-from cluster.traces import TraceRequest
 
 # A prompt of 100 tokens takes a second, a decode step 10 ms whatever is in it.
 COST = StepCost(

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.plan.step_cost import StepCost, StepShape, causal_pairs
+from cluster.figures.step_cost import StepCost, StepShape, causal_pairs
 from cluster.scaling.decide import Decision, decide
 from cluster.scaling.targets import ScalingTargets
 from cluster.scaling.view import Memory, PoolView

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from cluster.scaling.decide import decide
 from cluster.scaling.targets import ScalingTargets
 from cluster.scaling.view import Memory, PoolView

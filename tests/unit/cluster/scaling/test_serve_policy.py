@@ -13,8 +13,8 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from cluster.plan.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
-from cluster.scaling.file_checks import POLICY
+from cluster.deployment.scaling_checks import POLICY
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from cluster.scaling.serve_policy import ScalingPolicy
 from cluster.scaling.targets import ScalingTargets
 from cluster.scaling.told import deployment_of, told_numbers

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.plan.step_cost import StepCost
+from cluster.figures.step_cost import StepCost
+from cluster.figures.traces import TraceRequest
 from cluster.simulate.peers import Network
 from cluster.simulate.run import POLICIES, DoesNotFit, Outcome, SimConfig, simulate
-from cluster.traces import TraceRequest
 from tests.unit.cluster.simulate.traces import PLAIN, UNEVEN, conversations
 from workers.config import ScheduleConfig
 from workers.types import Role

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from cluster.plan.step_cost import StepCost
-from cluster.traces import TraceRequest
+from cluster.figures.step_cost import StepCost
+from cluster.figures.traces import TraceRequest
 
 TOKENS_PER_ID = 32
 

@@ -1,0 +1,1 @@
+"""Files that say what runs, and on what: read, checked before anything starts, changed."""

@@ -1,0 +1,205 @@
+"""Everything that can be checked about a deployment before anything is started.
+
+`load_deployment` reads a file, applies `--port` and `--set`, and answers with the deployment or with a
+ConfigError that lists every mistake; `check_model` then opens what the config names: the model folder (of
+weights only the headers) for unsupported or damaged checkpoints and tokenizers, tensor-parallel sizes that do
+not divide, pools and context lengths that do not fit; and the file of API keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.config.parse import apply_overrides, check_config
+from cluster.config.pools import deployment_problems
+from cluster.config.problems import ConfigError, Problem
+from cluster.config.tree import EMBEDDED_MODEL, TandemConfig
+from cluster.deployment.named_files import key_problems, open_model
+from cluster.deployment.serve_schema import IMPORT_PATH, check_file, grpc_port
+from cluster.models.embedded import EmbeddedModelError, canonical_path, model_folder
+from cluster.running.serve_api import ingress_url
+from workers.model.checkpoint import Checkpoint
+
+SHIPPED_FILES = Path(__file__).resolve().parents[2] / "deploy"
+DEFAULT_FILE = SHIPPED_FILES / "local.yaml"
+_COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A checked deployment: what Serve receives, and the parts of it that the commands need."""
+
+    file: str
+    tree: dict[str, Any]  # for Serve's API, with --port and --set applied and model.path absolute
+    application: str
+    config: TandemConfig
+    assigned: frozenset[str]  # paths that `--set` gives
+    host: str
+    port: int
+    route_prefix: str  # what paths of the API begin with: "/" or "/name"
+    num_replicas: dict[str, int]  # by deployment name; the least when autoscaling
+    most_replicas: dict[str, int]  # likewise; the most
+
+    @property
+    def url(self) -> str:
+        """Where the API answers, as seen from this machine."""
+        return ingress_url(self.host, self.port) + self.route_prefix.rstrip("/")
+
+    def num_cpus(self) -> int:
+        """CPUs that its groups set aside together, as many as there may be."""
+        total: float = sum(
+            self.most_replicas.get(name, 1) * bundle["CPU"]
+            for name, pool in self.config.pools.by_name().items()
+            for bundle in pool.bundles()
+        )
+        return math.ceil(total)
+
+
+def load_deployment(
+    file: Path,
+    *,
+    port: int | None = None,
+    assignments: Sequence[str] = (),
+    allow_open: bool = False,
+    with_model: bool = False,
+) -> Deployment:
+    """The deployment of a file. Raises ConfigError with every mistake found, each with its place.
+
+    `with_model`: when there is one, look for mistakes of the model too (`check_model` does it when not).
+    """
+    if not file.exists():
+        raise ConfigError([_missing_file(file)])
+    tree, problems = check_file(file, allow_open=allow_open)
+    problems += _command_line_problems(port, assignments)
+    if port is not None and isinstance(tree, dict) and port == grpc_port(tree):
+        hint = "grpc_options.port is the same"
+        problems.append(
+            Problem(
+                path="--port", message="the port is given twice", got=str(port), hint=hint, file=_COMMAND_LINE
+            )
+        )
+    if problems:
+        if with_model:
+            problems += _model_problems_despite(tree, assignments, str(file))
+        raise ConfigError(problems)
+    index, app = next(
+        (i, app) for i, app in enumerate(tree["applications"]) if app.get("import_path") == IMPORT_PATH
+    )
+    args = apply_overrides(app.get("args") or {}, assignments)
+    config, problems = check_config(args)
+    if config is not None:
+        problems = list(deployment_problems(config, app.get("deployments") or ()))
+    if config is None or problems:  # each part alone was right, so it is a value of --set
+        raise ConfigError(replace(problem, file=_COMMAND_LINE) for problem in problems)
+    # Processes of the cluster have other working folders and, elsewhere, another home.
+    model = replace(config.model, path=canonical_path(config.model.path))
+    config = config.model_copy(update={"model": model})
+    args = {**args, "model": {**(args.get("model") or {}), "path": model.path}}
+    http = {**(tree.get("http_options") or {}), **({} if port is None else {"port": port})}
+    applications = list(tree["applications"])
+    applications[index] = {**app, "args": args}
+    return Deployment(
+        file=str(file),
+        tree={**tree, "http_options": http, "applications": applications},
+        application=app.get("name", "default"),
+        config=config,
+        assigned=_assigned(assignments),
+        host=http.get("host", "0.0.0.0"),
+        port=http.get("port", 8000),
+        route_prefix=app.get("route_prefix", "/"),
+        num_replicas={
+            entry["name"]: _replicas(entry, "min_replicas")
+            for entry in app.get("deployments") or ()
+            if "name" in entry
+        },
+        most_replicas={
+            entry["name"]: _replicas(entry, "max_replicas")
+            for entry in app.get("deployments") or ()
+            if "name" in entry
+        },
+    )
+
+
+def check_model(deployment: Deployment) -> Checkpoint | None:
+    """The opened model folder; None when it is the embedded model and not converted yet. Looks at the file
+    of API keys too.
+
+    Raises ConfigError naming file and cause.
+    """
+    checkpoint, problems = _open_model(deployment.config, deployment.assigned, deployment.file)
+    if problems:
+        raise ConfigError(problems)
+    return checkpoint
+
+
+def _open_model(
+    config: TandemConfig, assigned: frozenset[str], file: str
+) -> tuple[Checkpoint | None, list[Problem]]:
+    """The model folder, and what does not fit it or is wrong with the file of API keys; each mistake is the
+    deployment file's or the command line's."""
+
+    def place(path: str) -> str:
+        return _COMMAND_LINE if path in assigned else file
+
+    checkpoint: Checkpoint | None = None
+    problems: list[Problem] = []
+    try:
+        folder = model_folder(config.model.path)
+        if canonical_path(config.model.path) != EMBEDDED_MODEL or folder.exists():
+            checkpoint, problems = open_model(config, folder)
+    except EmbeddedModelError as error:
+        problems = [Problem(path="model.path", message=str(error))]
+    problems += key_problems(config)
+    return checkpoint, [replace(problem, file=place(problem.path)) for problem in problems]
+
+
+def _model_problems_despite(tree: Any, assignments: Sequence[str], file: str) -> list[Problem]:
+    """Mistakes of the model in a file that has others too, as far as its config can be read."""
+    applications = tree.get("applications") if isinstance(tree, dict) else None
+    for app in applications if isinstance(applications, list) else ():
+        args = app.get("args") if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH else None
+        if not isinstance(args, dict):
+            continue
+        with suppress(ConfigError):
+            args = apply_overrides(args, assignments)
+        config, _ = check_config(args)
+        if config is None:  # the model's own part may be right
+            config, _ = check_config({"model": args["model"]} if "model" in args else {})
+        if config is not None:
+            return _open_model(config, _assigned(assignments), file)[1]
+    return []
+
+
+def _assigned(assignments: Sequence[str]) -> frozenset[str]:
+    return frozenset(assignment.partition("=")[0].strip() for assignment in assignments)
+
+
+def _command_line_problems(port: int | None, assignments: Sequence[str]) -> list[Problem]:
+    """What is wrong with `--port`, and with the paths of `--set`."""
+    problems = []
+    if port is not None and not 1024 <= port <= 65535:
+        message = "port out of range"
+        problems.append(Problem(path="--port", message=message, got=str(port), allowed="1024 to 65535"))
+    try:
+        apply_overrides({}, assignments)
+    except ConfigError as error:
+        problems += error.problems
+    return [replace(problem, file=_COMMAND_LINE) for problem in problems]
+
+
+def _missing_file(file: Path) -> Problem:
+    shipped = ", ".join(f"deploy/{found.name}" for found in sorted(SHIPPED_FILES.glob("*.yaml")))
+    return Problem(path="", message="no such file", hint=f"Tandem ships {shipped}", file=str(file))
+
+
+def _replicas(entry: dict[str, Any], bound: str) -> int:
+    scaling = entry.get("autoscaling_config")
+    if isinstance(scaling, dict):
+        return int(scaling.get(bound, 1))
+    replicas = entry.get("num_replicas")
+    return replicas if isinstance(replicas, int) else 1

@@ -1,0 +1,1 @@
+"""The model that comes with Tandem, as a folder like any other."""

@@ -1,0 +1,170 @@
+"""However a command ends: what it started is taken back, and what went wrong is one sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.launch.local_cluster import LocalCluster, Report
+from cluster.running.note import RunningCluster, process_start
+from cluster.running.serve_api import ServeApi
+from tests.unit.cluster.conftest import World
+from tests.unit.cluster.fakes import FakeLauncher
+
+# `tandem serve` on a fake cluster, in a process of its own.
+PROGRAM = """
+import sys
+from pathlib import Path
+from cluster.cli import app
+from cluster.cli.services import Services
+from cluster.running.note import RunningNote
+from cluster.running.serve_api import ServeApi
+from tests.unit.cluster.fakes import FakeLauncher, embedded_model
+url, folder, file = sys.argv[1:]
+launcher = FakeLauncher(ServeApi(url), Path(folder))
+note = RunningNote(Path(folder) / "run")
+services = Services(launcher=launcher, ensure_model=embedded_model(Path(folder)), note=note)
+try:
+    app(["serve", file], obj=services)
+finally:
+    Path(folder, "calls").write_text("\\n".join(launcher.calls))
+"""
+ROOT = Path(__file__).parents[4]
+
+
+class SlowLauncher(FakeLauncher):
+    """Its stop is interrupted, as by a person who presses Ctrl-C again; then some processes had to die."""
+
+    def stop_all(self, cluster: LocalCluster, *, grace_s: float) -> list[str]:
+        super().stop_all(cluster, grace_s=grace_s)
+        if grace_s > 0:
+            raise KeyboardInterrupt
+        return ["17 ray::WorkerGroup"]
+
+
+def test_a_second_ctrl_c_stops_at_once_and_names_what_was_killed(world: World) -> None:
+    world.launcher = SlowLauncher(ServeApi(world.server.url), world.folder)
+    world.stop_when_noted(signal.SIGINT)
+    done = world.run("serve", world.file())
+    assert done.exit_code == 0
+    assert world.launcher.calls[-2:] == ["stop 35", "stop 0"]
+    last = done.stdout.splitlines()[-2:]
+    assert last[0].endswith("these did not end by themselves and were killed: 17 ray::WorkerGroup")
+    assert last[1] == "stopped"
+
+
+def test_a_reader_that_left_does_not_keep_the_cluster_alive(world: World) -> None:
+    """`tandem serve | tee log`: Ctrl-C ends tee first, and the next line finds a broken pipe."""
+    command = [sys.executable, "-c", PROGRAM, world.server.url, str(world.folder), world.file()]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    while b"Talk to it" not in process.stdout.readline():
+        assert process.poll() is None
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=30)
+    assert (world.folder / "calls").read_text().splitlines()[-1] == "stop 35"
+
+
+def test_ctrl_c_while_it_starts_takes_back_what_there_is(world: World) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    world.launcher.on_ready = interrupt
+    assert world.run("serve", world.file()).exit_code == 0
+    assert world.launcher.calls[-1] == "stop 35"
+
+
+class InterruptedLauncher(FakeLauncher):
+    """Ctrl-C comes while Serve is given the deployment."""
+
+    def deploy(self, api: ServeApi, config: Mapping[str, Any], *, report: Report, timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_deploy_says_what_holds_now(world: World) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    arguments = ("deploy", world.file(), "--dashboard", world.server.url)
+    world.launcher.on_ready = interrupt
+    done = world.run(*arguments)
+    assert done.exit_code == 130
+    assert done.stderr == "error: interrupted; Serve goes on with it; see `tandem status`\n"
+    world.launcher = InterruptedLauncher(ServeApi(world.server.url), world.folder)
+    done = world.run(*arguments)
+    assert (done.exit_code, done.stderr) == (130, "error: interrupted; nothing was changed\n")
+    assert world.server.puts == []  # nothing was taken back
+
+
+def test_the_lock_of_a_deploy_goes_with_it(world: World) -> None:
+    world.launcher.failure = "deployment failed: x"
+    for _ in range(2):
+        done = world.run("deploy", world.file(), "--dashboard", world.server.url)
+        assert (done.exit_code, done.stderr) == (1, "error: deployment failed: x\n")
+
+
+def note_of(pid: int, url: str, *, gcs_address: str) -> RunningCluster:
+    return RunningCluster(
+        pid=pid,
+        dashboard_url=url,
+        gcs_address=gcs_address,
+        api_url=url,
+        application="tandem",
+        file="x",
+        process_start=process_start(pid) or 0,
+    )
+
+
+def test_down_waits_until_the_cluster_that_serve_started_is_gone(world: World) -> None:
+    """The fake serve ends at once; its cluster's dashboard goes a little later, and only then is it down."""
+    serving = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    left = threading.Event()
+
+    def close_the_dashboard() -> None:
+        serving.wait(timeout=20)
+        world.server.answers_dashboard = False
+        left.set()
+
+    world.note.write(note_of(serving.pid, world.server.url, gcs_address="127.0.0.1:1"))
+    threading.Thread(target=close_the_dashboard, daemon=True).start()
+    try:
+        done = world.run("down")
+        assert (done.exit_code, left.is_set()) == (0, True)
+    finally:
+        serving.kill()
+
+
+def test_processes_are_known_by_id_and_start() -> None:
+    assert process_start(os.getpid()) == process_start(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet collected
+    assert process_start(child.pid) is None
+    child.wait()
+    assert process_start(child.pid) is None
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://[", "http://127.0.0.1:port"])
+def test_urls_that_are_none_are_refused_in_words(world: World, url: str) -> None:
+    for arguments in (("status", "--dashboard", url), ("chat", "--url", url)):
+        done = world.run(*arguments, input="hi")
+        assert done.exit_code == 1, arguments
+        assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b"\xff"])
+def test_something_else_at_the_address_is_said(world: World, answer: bytes) -> None:
+    world.server.details = answer  # type: ignore[assignment]  # another program listens there
+    done = world.run("status", "--dashboard", world.server.url)
+    assert (done.exit_code, done.stderr) == (
+        1,
+        f"error: what answers at {world.server.url} is not a Ray dashboard\n",
+    )

@@ -1,0 +1,171 @@
+"""Files that a deployment names: what the start would refuse, the check refuses, and it waits for none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.config.parse import parse_config
+from cluster.config.problems import Problem
+from cluster.deployment.named_files import key_problems, open_model
+from workers.model.checkpoint import Checkpoint
+
+FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+         "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Path) -> Path:
+    """A model folder to spoil: 2 layers, context 128."""
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_model, copy)
+    return copy
+
+
+def problems_of(folder: Path, **cache: int) -> list[Problem]:
+    tree = {"model": {"path": str(folder)}, "pools": {"unified": {"cache": cache}}}
+    return open_model(parse_config(tree), folder)[1]
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def junk(file: Path) -> None:
+    file.write_bytes(b"\xff\xfejunk{%")
+
+
+def make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def make_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def make_endless(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def test_the_folder_is_good_as_it_was_written(folder: Path) -> None:
+    assert {file.name for file in folder.iterdir()} >= set(FILES)
+    assert problems_of(folder) == []
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("spoil", [make_folder, make_fifo, make_endless, junk])
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_of_a_model_may_be_anything_else(
+    folder: Path, name: str, spoil: Callable[[Path], None]
+) -> None:
+    spoil(folder / name)
+    (problem,) = problems_of(folder)
+    assert problem.path == "model.path"
+    assert name in problem.message or "chat template" in problem.message
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_of_a_model_lies_outside_its_folder(folder: Path, name: str) -> None:
+    outside = folder.parent / name
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    (problem,) = problems_of(folder)
+    assert problem.message == f"{folder / name}: links to {outside}, outside the folder"
+
+
+@pytest.mark.parametrize("spoil", [empty, cut, Path.unlink])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_files_that_a_model_needs_are_whole(folder: Path, name: str, spoil: Callable[[Path], None]) -> None:
+    spoil(folder / name)
+    (problem,) = problems_of(folder)
+    assert problem.path == "model.path"
+    assert name in problem.message
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}", "chat template, line 1: Unexpected end of template"),
+        ("\n{{ x | nofilter }}", "chat template, line 2: No filter named 'nofilter'."),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "chat template: RecursionError"),
+    ],
+)
+def test_a_template_is_compiled(folder: Path, template: str, words: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    (problem,) = problems_of(folder)
+    assert words in problem.message
+
+
+def test_templates_without_names_are_no_crash(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"x": 1}, 2]}))
+    assert problems_of(folder) == []
+
+
+def test_a_pool_holds_the_longest_request_that_the_model_can(folder: Path) -> None:
+    (problem,) = problems_of(folder, num_blocks=7, block_size=16)
+    assert problem == Problem(
+        path="pools.unified.cache.num_blocks",
+        message="the pool is too small for one request of the 128 tokens that model can",
+        got="7",
+        allowed="at least 8",
+        hint="or set model.max_model_len to 112",
+    )
+    assert problems_of(folder, num_blocks=8, block_size=16) == []
+
+
+def test_the_hash_of_a_model_does_not_depend_on_its_folder(folder: Path, tiny_model: Path) -> None:
+    assert Checkpoint(folder).model_hash() == Checkpoint(tiny_model).model_hash()
+
+
+def keys_file(file: Path) -> list[Problem]:
+    tree = {"router": {"http": {"api_keys_file": str(file)}}}
+    return list(key_problems(parse_config(tree)))
+
+
+def test_a_good_key_file_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nkey-1\n")
+    file.chmod(0o600)
+    assert keys_file(file) == []
+    assert list(key_problems(parse_config({}))) == []
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        ("key", 0o604, "mode 604: other users may use it; run chmod 600"),
+        ("# only\n\n", 0o600, "holds no key"),
+        ("", 0o600, "holds no key"),
+        ("two words\n", 0o600, "must be one word"),
+        ("k" * (2 << 20), 0o600, "larger than 1048576 bytes"),
+        (None, 0, "cannot be read: No such file or directory"),
+        ("folder", 0, "cannot be read: it is no regular file"),
+        ("fifo", 0, "cannot be read: it is no regular file"),
+    ],
+)
+def test_a_bad_key_file_is_named(tmp_path: Path, content: str | None, mode: int, words: str) -> None:
+    file = tmp_path / "keys"
+    if content == "folder":
+        file.mkdir()
+    elif content == "fifo":
+        os.mkfifo(file, 0o600)
+    elif content is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    (problem,) = keys_file(file)
+    assert problem.path == "router.http.api_keys_file"
+    assert words in problem.message and str(file) in problem.message
