@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cluster.bench.child import MeasuringFailed, child_environment
+from cluster.child import module_command
 
 _TIMEOUT_S = 120.0
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 120.0
 def draw(content: Mapping[str, Any], file: Path) -> None:
     """A report's picture. Raises MeasuringFailed with what went wrong."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "cluster.bench.chart", str(file)]
+    command = module_command("cluster.bench.chart", str(file))
     wanted = {name: value for name, value in content.items() if name != "machine"}
     try:
         done = subprocess.run(

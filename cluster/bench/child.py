@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cluster.bench.orders import Order
+from cluster.child import module_command, module_path
 
 _MODULE = "cluster.bench.program"
 # As rank processes have it: by default libgomp's threads spin for milliseconds at every barrier, which beside
@@ -28,9 +27,7 @@ class MeasuringFailed(RuntimeError):
 
 def child_environment() -> dict[str, str]:
     """Of a program that must find this package also when it is not installed."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(entry for entry in (root, os.environ.get("PYTHONPATH", "")) if entry)
-    return {**_SPIN_COUNT, **os.environ, "PYTHONPATH": path}
+    return {**_SPIN_COUNT, **os.environ, "PYTHONPATH": module_path()}
 
 
 def measure(order: Order, report: Callable[[str], None], *, timeout_s: float) -> Mapping[str, Any]:
@@ -39,7 +36,7 @@ def measure(order: Order, report: Callable[[str], None], *, timeout_s: float) ->
     The child is ended whatever happens here.
     """
     with subprocess.Popen(
-        [sys.executable, "-m", _MODULE],
+        module_command(_MODULE),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment(),

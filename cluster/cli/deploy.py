@@ -24,7 +24,8 @@ from cluster.config.tree import EMBEDDED_MODEL
 from cluster.deployment.cluster_files import FileKind, check_cluster_file
 from cluster.deployment.load import Deployment, check_model, load_deployment
 from cluster.running.deployed import DeployedFile
-from cluster.running.note import RunningCluster, process_start
+from cluster.running.note import RunningCluster
+from cluster.running.process import process_start
 from cluster.running.serve_api import ServeApi, ServeApiError
 
 _DOWN_TIMEOUT_S = 60.0

@@ -24,7 +24,8 @@ from cluster.config.tree import EMBEDDED_MODEL
 from cluster.deployment.load import DEFAULT_FILE, Deployment, check_model, load_deployment
 from cluster.launch.local_cluster import LaunchError, LocalCluster
 from cluster.running.deployed import DeployedFile
-from cluster.running.note import RunningCluster, process_start
+from cluster.running.note import RunningCluster
+from cluster.running.process import process_start
 from cluster.running.serve_api import ServeApi
 
 _END_S = 5.0  # after the drain: for the error that ends what still runs, and for ranks to end in order

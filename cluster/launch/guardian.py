@@ -17,6 +17,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from cluster.child import module_command, module_path
 from cluster.launch.marked import MARK, end_marked
 
 _STOPPED = b"stopped"
@@ -34,11 +35,14 @@ class Guardian:
         """Watch over the processes with a mark, and a folder that goes with them."""
         return cls(
             subprocess.Popen(
-                [sys.executable, "-m", "cluster.launch.guardian", mark, str(folder)],
+                module_command("cluster.launch.guardian", mark, str(folder)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name != MARK},
+                env={
+                    **{name: value for name, value in os.environ.items() if name != MARK},
+                    "PYTHONPATH": module_path(),
+                },
                 start_new_session=True,
             )
         )

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from cluster.running.process import process_start
+
 MARK = "TANDEM_CLUSTER_MARK"
 
 
@@ -23,10 +25,9 @@ def marked_processes(mark: str) -> Iterator[int]:
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0")
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:  # ended meanwhile, or not ours to read
                 continue
-            if wanted in environment and state != "Z":
+            if wanted in environment and process_start(int(entry.name)) is not None:
                 yield int(entry.name)
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
+from cluster.child import module_command, module_path
 from cluster.running.serve_api import read_token
-from workers.directory.groups import GroupEntry, GroupListing
+from workers.directory.groups import GroupListing
 
 _TIMEOUT_S = 20.0
 
@@ -26,24 +27,16 @@ class ProbeError(RuntimeError):
     """The directories cannot be read; the message says why."""
 
 
-def read_entries(gcs_address: str, applications: Sequence[str]) -> list[GroupEntry]:
-    """The entries of all groups of the applications. See `read_directories`."""
-    return [
-        entry for listing in read_directories(gcs_address, applications).values() for entry in listing.entries
-    ]
-
-
 def read_directories(gcs_address: str, applications: Sequence[str]) -> dict[str, GroupListing]:
     """What the directory of each application lists; one that has no directory is left out.
 
     `gcs_address`: Ray's own address; empty: RAY_ADDRESS, or the cluster Ray finds on this machine.
     """
-    environment = dict(os.environ)
+    environment = {**os.environ, "PYTHONPATH": module_path()}
     if read_token() is not None:
         environment.setdefault("RAY_AUTH_MODE", "token")
     address = gcs_address or environment.get("RAY_ADDRESS", "auto")
-    # -P: folders named like packages where the person stands are not imported.
-    command = [sys.executable, "-P", "-m", "cluster.running.directory_probe", address, *applications]
+    command = module_command("cluster.running.directory_probe", address, *applications)
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:

@@ -13,6 +13,8 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from cluster.running.process import process_start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCluster:
@@ -71,12 +73,3 @@ class RunningNote:
 def default_note() -> RunningNote:
     """The note of this user."""
     return RunningNote(Path.home() / ".cache" / "tandem" / "run")
-
-
-def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None when it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if fields[0] == "Z" else int(fields[19])

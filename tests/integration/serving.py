@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config.parse import apply_overrides
 from cluster.launch.local_cluster import LocalCluster, deploy, wait_ready
-from cluster.running.directory_probe import read_entries
+from cluster.running.directory_probe import read_directories
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 APPLICATION = "tandem"
@@ -80,8 +80,8 @@ class Serving:
 
     def rank_pids(self, group_id: str) -> tuple[int, ...]:
         """Process ids of a group's ranks, in order."""
-        entries = read_entries(self.cluster.gcs_address, [APPLICATION])
-        return next(entry.rank_pids for entry in entries if entry.group_id == group_id)
+        listing = read_directories(self.cluster.gcs_address, [APPLICATION])[APPLICATION]
+        return next(entry.rank_pids for entry in listing.entries if entry.group_id == group_id)
 
 
 def config_of(file: str, port: int, settings: list[str], **replicas: int) -> dict[str, Any]:

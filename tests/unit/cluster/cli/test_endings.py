@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from cluster.launch.local_cluster import LocalCluster, Report
-from cluster.running.note import RunningCluster, process_start
+from cluster.running.note import RunningCluster
+from cluster.running.process import process_start
 from cluster.running.serve_api import ServeApi
 from tests.unit.cluster.conftest import World
 from tests.unit.cluster.fakes import FakeLauncher

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.serve import command_as_typed
-from cluster.running.note import RunningCluster, process_start
+from cluster.running.note import RunningCluster
+from cluster.running.process import process_start
 from tests.unit.cluster.conftest import World
 
 

@@ -18,6 +18,8 @@ from cluster.launch.marked import MARK, end_marked, marked_processes
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEP}"
+# PR_SET_NAME, with bytes that are no UTF-8.
+NAMED = f"import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff\\xfe', 0, 0, 0); print(flush=True); {SLEEP}"
 STARTER = """\
 import subprocess, sys, time
 from pathlib import Path
@@ -81,6 +83,32 @@ def test_a_dismissed_guardian_ends_and_does_nothing(mark: str, tmp_path: Path) -
     finally:
         living.kill()
         living.communicate(timeout=10)
+
+
+def test_a_starter_that_stands_in_a_folder_named_like_this_package_is_guarded(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "cluster").mkdir(parents=True)
+    (tmp_path / "here" / "cluster" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path / "here")
+    guardian = Guardian.start(mark, tmp_path / "none")
+    living = start(mark, SLEEP)
+    assert guardian._process.stdin is not None
+    guardian._process.stdin.close()  # as when the starter is gone
+    assert guardian._process.wait(timeout=20) == 0
+    assert living.wait(timeout=10) == -signal.SIGTERM
+    living.communicate(timeout=10)
+
+
+def test_processes_are_found_beside_one_whose_name_is_no_text(mark: str) -> None:
+    named = start(mark, NAMED)
+    try:
+        assert named.stdout is not None
+        named.stdout.readline()
+        assert list(marked_processes(mark)) == [named.pid]
+    finally:
+        named.kill()
+        named.communicate(timeout=10)
 
 
 def test_what_does_not_end_when_asked_is_killed_and_named(mark: str) -> None:

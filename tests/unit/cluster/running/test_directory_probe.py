@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.running.directory_probe import ProbeError, read_entries
+from cluster.running.directory_probe import ProbeError, read_directories
 from workers.directory.groups import GroupEntry, GroupPhase
 from workers.types import GroupId, Role
 
@@ -71,7 +71,8 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_entries_come_and_absent_directories_are_empty(ray: Path) -> None:
-    assert read_entries("127.0.0.1:6380", ["other", "tandem"]) == [ENTRY]
+    listings = read_directories("127.0.0.1:6380", ["other", "tandem"])
+    assert {name: listing.entries for name, listing in listings.items()} == {"tandem": (ENTRY,)}
     address, options = json.loads((ray / "init.json").read_text())
     assert (address, options["_node_ip_address"], options["token"]) == ("127.0.0.1:6380", "127.0.0.1", None)
     assert options["log_to_driver"] is False
@@ -79,14 +80,14 @@ def test_entries_come_and_absent_directories_are_empty(ray: Path) -> None:
 
 def test_a_token_of_this_user_is_offered(ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
-    read_entries("", [])
+    read_directories("", [])
     address, options = json.loads((ray / "init.json").read_text())
     assert (address, options["_node_ip_address"], options["token"]) == ("auto", None, "token")
 
 
 def test_a_cluster_that_cannot_be_asked_is_named_with_its_reason(ray: Path) -> None:
     with pytest.raises(ProbeError) as caught:
-        read_entries("10.0.0.9:6379", ["tandem"])
+        read_directories("10.0.0.9:6379", ["tandem"])
     assert str(caught.value) == "Ray at 10.0.0.9:6379 cannot be asked: ConnectionError: no cluster there"
 
 
@@ -96,4 +97,4 @@ def test_a_folder_named_like_a_package_where_the_person_stands_is_not_imported(
     (tmp_path / "here" / "cluster").mkdir(parents=True)
     (tmp_path / "here" / "cluster" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path / "here")
-    assert read_entries("", []) == []
+    assert read_directories("", []) == {}
