@@ -34,14 +34,9 @@ from rich.console import Console
 
 from cluster.deployment.load import SHIPPED_FILES, load_deployment
 from cluster.figures.machine import facts
-from cluster.launch.local_cluster import (
-    LocalCluster,
-    deploy,
-    free_port,
-    start_local_cluster,
-    stop_all,
-    wait_ready,
-)
+from cluster.launch.handover import deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster, start_local_cluster, stop_all
+from cluster.launch.ports import free_port
 from cluster.running.directory_probe import ProbeError, read_directories
 
 FILE = SHIPPED_FILES / "local-autoscaled.yaml"

@@ -34,7 +34,7 @@ from benchmarks.client import complete
 from benchmarks.cpu_time import cpu_seconds, mark_of_child
 from benchmarks.subjects import Tandem
 from cluster.figures.machine import facts
-from cluster.launch.local_cluster import free_port
+from cluster.launch.ports import free_port
 from cluster.models.embedded import ensure
 from workers.model.checkpoint import Checkpoint
 from workers.model.spec import spec_from_config

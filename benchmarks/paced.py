@@ -27,14 +27,9 @@ from benchmarks.client import complete
 from benchmarks.cpu_time import cpu_seconds
 from benchmarks.paced_app import PERIOD_S
 from cluster.figures.machine import facts
-from cluster.launch.local_cluster import (
-    LocalCluster,
-    deploy,
-    free_port,
-    start_local_cluster,
-    stop_all,
-    wait_ready,
-)
+from cluster.launch.handover import deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster, start_local_cluster, stop_all
+from cluster.launch.ports import free_port
 
 PROMPT_TOKENS = 128
 _APPLICATION = "tandem"

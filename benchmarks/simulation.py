@@ -33,7 +33,7 @@ from cluster.deployment.load import SHIPPED_FILES
 from cluster.figures.machine import facts
 from cluster.figures.step_cost import StepCost, StepShape
 from cluster.figures.traces import TraceRequest, read_trace, scaled
-from cluster.launch.local_cluster import free_port
+from cluster.launch.ports import free_port
 from cluster.models.embedded import ensure
 from cluster.simulate.peers import Network
 from cluster.simulate.report import Report, report

@@ -88,19 +88,18 @@ def roll_out(
                 check_model(deployment)
                 check_unchanged(api.details(), deployment)
                 left_s = timeout_s - phases.elapsed_s
-                services.launcher.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
+                services.handover.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
                 is_accepted = True
                 accepted()
                 services.deployed.write(api.url, given.file, given.assignments, given.port)
                 if wait:
-                    services.launcher.wait_ready(
+                    services.handover.wait_ready(
                         api,
                         application=deployment.application,
                         url=deployment.url,
                         headers=headers,
                         report=phases.start,
                         timeout_s=timeout_s - phases.elapsed_s,
-                        is_alive=lambda: True,
                     )
             ready_s = phases.elapsed_s
     except KeyboardInterrupt:

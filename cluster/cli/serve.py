@@ -22,7 +22,8 @@ from cluster.cli.signals import interrupts
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.deployment.load import DEFAULT_FILE, Deployment, check_model, load_deployment
-from cluster.launch.local_cluster import LaunchError, LocalCluster
+from cluster.launch.errors import LaunchError
+from cluster.launch.local_cluster import LocalCluster
 from cluster.running.deployed import DeployedFile
 from cluster.running.note import RunningCluster
 from cluster.running.process import process_start
@@ -55,7 +56,7 @@ def serve(
             file or DEFAULT_FILE, port=port, assignments=assignments or (), allow_open=allow_open
         )
         if dashboard is None:  # a cluster that exists may hold the port for us already
-            services.launcher.check_port(deployment.host, deployment.port)
+            services.check_port(deployment.host, deployment.port)
         given = DeployedFile(file=str(file or DEFAULT_FILE), assignments=tuple(assignments or ()), port=port)
         _Server(terminal, services, deployment, given, timeout_s).run(dashboard)
 
@@ -94,7 +95,7 @@ class _Server:
                 self._stop()
 
     def _start(self, dashboard: str | None) -> None:
-        deployment, launcher = self._deployment, self._services.launcher
+        deployment, handover = self._deployment, self._services.handover
         headers = key_headers(deployment.config.router.http.api_keys_file)
         with Phases(self._terminal) as phases:
             if deployment.config.model.path == EMBEDDED_MODEL:
@@ -106,14 +107,14 @@ class _Server:
                 check_unchanged(api.details(), deployment)
             else:
                 num_cpus = max(os.cpu_count() or 1, deployment.num_cpus())
-                self._cluster = launcher.start_local_cluster(
+                self._cluster = self._services.launcher.start_local_cluster(
                     num_cpus=num_cpus, report=phases.start, timeout_s=self._timeout_s - phases.elapsed_s
                 )
                 api = self._cluster.api
             self._api = api
             left_s = self._timeout_s - phases.elapsed_s
-            launcher.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
-            launcher.wait_ready(
+            handover.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
+            handover.wait_ready(
                 api,
                 application=deployment.application,
                 url=deployment.url,

@@ -15,7 +15,10 @@ from cluster.bench.client import ServedModel
 from cluster.bench.latency import Outcome
 from cluster.bench.load import Due, Server, run_load
 from cluster.bench.orders import Order
-from cluster.launch import local_cluster
+from cluster.launch import handover, local_cluster
+from cluster.launch.local_cluster import LocalCluster
+from cluster.launch.news import Report
+from cluster.launch.ports import check_port
 from cluster.models import embedded
 from cluster.running.deployed import DeployedFiles
 from cluster.running.directory_probe import read_directories
@@ -30,14 +33,16 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 class Launcher(Protocol):
     """Starting and stopping: the module `cluster.launch.local_cluster`, or a fake of the tests."""
 
-    def check_port(self, host: str, port: int) -> None: ...
+    def start_local_cluster(self, *, num_cpus: int, report: Report, timeout_s: float) -> LocalCluster: ...
 
-    def start_local_cluster(
-        self, *, num_cpus: int, report: local_cluster.Report, timeout_s: float
-    ) -> local_cluster.LocalCluster: ...
+    def stop_all(self, cluster: LocalCluster, *, grace_s: float) -> list[str]: ...
+
+
+class Handover(Protocol):
+    """What comes between: the module `cluster.launch.handover`, or a fake of the tests."""
 
     def deploy(
-        self, api: ServeApi, config: Mapping[str, Any], *, report: local_cluster.Report, timeout_s: float
+        self, api: ServeApi, config: Mapping[str, Any], *, report: Report, timeout_s: float
     ) -> None: ...
 
     def wait_ready(
@@ -47,12 +52,10 @@ class Launcher(Protocol):
         application: str,
         url: str,
         headers: Mapping[str, str],
-        report: local_cluster.Report,
+        report: Report,
         timeout_s: float,
-        is_alive: Callable[[], bool],
+        is_alive: Callable[[], bool] | None = None,
     ) -> None: ...
-
-    def stop_all(self, cluster: local_cluster.LocalCluster, *, grace_s: float) -> list[str]: ...
 
 
 class Measure(Protocol):
@@ -72,6 +75,8 @@ class Services:
     """The outside world of the commands."""
 
     launcher: Launcher = local_cluster
+    handover: Handover = handover
+    check_port: Callable[[str, int], None] = check_port
     # (Ray's address or "", applications) -> what the groups of each say of themselves
     directories: Callable[[str, list[str]], Mapping[str, GroupListing]] = read_directories
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure

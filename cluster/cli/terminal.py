@@ -22,7 +22,7 @@ from rich.status import Status
 from rich.text import Text
 
 from cluster.config.problems import ConfigError
-from cluster.launch.local_cluster import LaunchError
+from cluster.launch.errors import LaunchError
 from cluster.models.embedded import EmbeddedModelError
 from cluster.running.directory_probe import ProbeError
 from cluster.running.serve_api import ServeApiError

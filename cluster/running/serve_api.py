@@ -28,7 +28,7 @@ def read_token() -> str | None:
         return token.strip()
     try:
         return token_path().read_text().strip() or None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.cli.metrics import through_ray
-from cluster.launch.local_cluster import free_port
+from cluster.launch.ports import free_port
 from cluster.observe.answers import Range, ask, filled
 from cluster.observe.local_prometheus import find_program, running
 from cluster.observe.preview import preview

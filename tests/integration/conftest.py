@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch.local_cluster import LocalCluster, free_port, start_local_cluster, stop_all
+from cluster.launch.local_cluster import LocalCluster, start_local_cluster, stop_all
+from cluster.launch.ports import free_port
 
 
 @pytest.fixture(scope="session")

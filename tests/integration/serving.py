@@ -15,7 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config.parse import apply_overrides
-from cluster.launch.local_cluster import LocalCluster, deploy, wait_ready
+from cluster.launch.handover import deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster
 from cluster.running.directory_probe import read_directories
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from cluster.cli.metrics import through_ray
-from cluster.launch.local_cluster import LocalCluster, free_port
+from cluster.launch.local_cluster import LocalCluster
+from cluster.launch.ports import free_port
 from cluster.observe.answers import Range, ask
 from cluster.observe.local_prometheus import find_program, running
 from cluster.observe.preview import preview

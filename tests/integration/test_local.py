@@ -14,7 +14,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.launch.local_cluster import LocalCluster, deploy, wait_ready
+from cluster.launch.handover import deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import (
     APPLICATION,
     Serving,

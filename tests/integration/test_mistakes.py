@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.launch.local_cluster import LaunchError, LocalCluster, deploy, wait_ready
+from cluster.launch.errors import LaunchError
+from cluster.launch.handover import deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import APPLICATION, config_of, remove
 
 pytestmark = pytest.mark.integration

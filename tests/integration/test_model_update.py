@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.launch.local_cluster import LaunchError, LocalCluster, deploy, wait_ready
+from cluster.launch.errors import LaunchError
+from cluster.launch.handover import deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import APPLICATION, Serving, config_of, serving
 from tests.models import checkpoints
 from tests.models.toy_tokenizers import ascii_tokenizer, byte_tokenizer

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cluster.launch.local_cluster import LocalCluster, deploy, wait_ready
+from cluster.launch.handover import deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import APPLICATION, Serving, config_of, serving, wait_for
 from tests.integration.streams import answer_of, body_of, streaming
 from tests.models import checkpoints

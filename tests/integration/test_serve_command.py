@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.launch.local_cluster import LocalCluster, check_port, free_port
+from cluster.launch.local_cluster import LocalCluster
 from cluster.launch.marked import MARK
+from cluster.launch.ports import check_port, free_port
 from tests.integration.serving import processes, wait_for
 
 pytestmark = pytest.mark.integration

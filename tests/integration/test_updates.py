@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster.launch.local_cluster import LaunchError, LocalCluster, deploy, wait_ready
+from cluster.launch.errors import LaunchError
+from cluster.launch.handover import deploy, wait_ready
+from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import APPLICATION, Serving, config_of, serving
 from tests.integration.streams import answer_of, body_of
 from tests.models import checkpoints

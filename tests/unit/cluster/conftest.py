@@ -40,6 +40,8 @@ class World:
         """Run `tandem` with these arguments."""
         services = Services(
             launcher=self.launcher,
+            handover=self.launcher,
+            check_port=self.launcher.check_port,
             directories=lambda address, applications: {"tandem": self.listing()},
             ensure_model=embedded_model(self.folder),
             note=self.note,

@@ -12,8 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from cluster.launch.errors import LaunchError
 from cluster.launch.guardian import Guardian
-from cluster.launch.local_cluster import LaunchError, LocalCluster, Report
+from cluster.launch.local_cluster import LocalCluster
+from cluster.launch.news import Report
 from cluster.models.embedded import Progress
 from cluster.running.serve_api import ServeApi
 
@@ -220,7 +222,7 @@ class FakeLauncher:
         headers: Mapping[str, str],
         report: Report,
         timeout_s: float,
-        is_alive: Callable[[], bool],
+        is_alive: Callable[[], bool] | None = None,
     ) -> None:
         self.calls.append(f"wait_ready {application} {url}")
         self.headers.append(headers)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cluster.launch.local_cluster import LocalCluster, Report
+from cluster.launch.local_cluster import LocalCluster
+from cluster.launch.news import Report
 from cluster.running.note import RunningCluster
 from cluster.running.process import process_start
 from cluster.running.serve_api import ServeApi
@@ -32,7 +33,13 @@ from tests.unit.cluster.fakes import FakeLauncher, embedded_model
 url, folder, file = sys.argv[1:]
 launcher = FakeLauncher(ServeApi(url), Path(folder))
 note = RunningNote(Path(folder) / "run")
-services = Services(launcher=launcher, ensure_model=embedded_model(Path(folder)), note=note)
+services = Services(
+    launcher=launcher,
+    handover=launcher,
+    check_port=launcher.check_port,
+    ensure_model=embedded_model(Path(folder)),
+    note=note,
+)
 try:
     app(["serve", file], obj=services)
 finally:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch.local_cluster import LaunchError, wait_ready
+from cluster.launch.errors import LaunchError
+from cluster.launch.handover import wait_ready
 from cluster.running.serve_api import ServeApi
 from tests.unit.cluster.conftest import World
 

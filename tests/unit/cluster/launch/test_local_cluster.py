@@ -1,68 +1,44 @@
-"""Words and ports of starting a cluster; the rest needs one (tests/integration)."""
+"""Starting a cluster, as far as none is needed for it; the rest is tests/integration."""
 
 from __future__ import annotations
 
-import socket
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from cluster.launch.local_cluster import LaunchError, check_port, deploy, free_port, plain_message
-from cluster.running.serve_api import ServeApi
-from tests.unit.cluster.fakes import FakeServer
-
-SERVE_MESSAGE = """\
-Deploying app 'tandem' failed with exception:
-Traceback (most recent call last):
-  File "x.py", line 1, in build
-    raise ConfigError(problems)
-KeyError: 'inner'
-
-The above exception was the direct cause of the following exception:
-
-\x1b[36mray::build()\x1b[39m (pid=1)
-  File "y.py", line 2
-cluster.config.problems.ConfigError: model.pth: unknown key
-router.policy: not one of the choices
-"""
+from cluster.launch.errors import LaunchError
+from cluster.launch.local_cluster import start_local_cluster
 
 
-def test_a_trace_becomes_the_exception_that_ended_it() -> None:
-    assert plain_message(SERVE_MESSAGE).splitlines() == [
-        "Deploying app 'tandem' failed with exception:",
-        "ConfigError: model.pth: unknown key",
-        "router.policy: not one of the choices",
-    ]
-    assert plain_message("no replicas\ncan start") == "no replicas\ncan start"
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff"])
+def test_a_token_that_is_none_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(content)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    with pytest.raises(LaunchError) as caught:
+        start_local_cluster()
+    assert str(caught.value) == (
+        f"{token} holds no token that can be read; remove it, and the next start makes another"
+    )
+    assert token.read_bytes() == content
 
 
-def test_a_taken_port_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            LaunchError, match=f"port {port} on 127.0.0.1 cannot be used: Address already in use"
-        ):
-            check_port("127.0.0.1", port)
-    check_port("127.0.0.1", free_port())
-
-
-def test_a_slow_dashboard_is_asked_again() -> None:
-    news: list[str] = []
-    with FakeServer().running() as server:
-
-        def report(text: str) -> None:
-            news.append(text)
-            if text.endswith("asking again"):
-                server.takes_puts.set()
-
-        api = ServeApi(server.url, timeout_s=1.0)
-        server.takes_puts.clear()
-        deploy(api, {"applications": []}, report=report)
-        slow = f"the Ray dashboard at {server.url} did not answer within 1 s"
-        assert news == ["handing the deployment to Serve", f"{slow}; asking again"]
-        assert server.puts == [{"applications": []}] * 2
-        server.takes_puts.clear()
-        with pytest.raises(LaunchError) as caught:
-            deploy(api, {"applications": []}, timeout_s=0.0)
-    assert str(caught.value) == f"Serve took no deployment in 0 s: {slow}"
+def test_a_start_that_fails_at_once_leaves_a_token_for_the_next_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "home" / "token"
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(FileNotFoundError):
+        start_local_cluster()
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert [file.name for file in token.parent.iterdir()] == ["token"]
+    assert (len(token.read_text()), token.stat().st_mode & 0o777) == (64, 0o600)

@@ -1,0 +1,7 @@
+"""What starting a cluster or an application can end in."""
+
+from __future__ import annotations
+
+
+class LaunchError(RuntimeError):
+    """The cluster or the application did not come up; the message says what to change."""

@@ -1,0 +1,124 @@
+"""Hand a deployment to Serve, and follow it until it serves.
+
+`deploy` returns when Serve has accepted it; `wait_ready` follows Serve's own status until the router says
+that a token has come from every group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+
+from cluster.launch.errors import LaunchError
+from cluster.launch.news import Report, unheard, without_colours
+from cluster.running.serve_api import ServeApi, ServeApiError, ServeApiTimeout
+
+
+def deploy(
+    api: ServeApi,
+    config: Mapping[str, Any],
+    *,
+    report: Report = unheard,
+    timeout_s: float = 900.0,
+) -> None:
+    """Hand a config (already checked) to Serve. A slow dashboard is asked again until `timeout_s`."""
+    report("handing the deployment to Serve")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return api.deploy(config)
+        except ServeApiTimeout as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(f"Serve took no deployment in {timeout_s:.0f} s: {error}") from error
+            report(f"{error}; asking again")
+        except ServeApiError as error:
+            raise LaunchError(f"Serve took no deployment: {error}") from error
+
+
+def wait_ready(
+    api: ServeApi,
+    *,
+    application: str,
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    report: Report = unheard,
+    timeout_s: float = 900.0,
+    is_alive: Callable[[], bool] | None = None,
+) -> None:
+    """Return when `url` + `/ready` answers 200: a real token has come from every group.
+
+    `headers`: with an API key, where the service wants one. `is_alive`: whether the cluster still is, where
+    that is known. Raises LaunchError with Serve's message as soon as the deployment has failed, or when the
+    key is refused.
+    """
+    deadline = time.monotonic() + timeout_s
+    last = ""
+    with httpx.Client(timeout=5.0, trust_env=False, headers=headers) as client:
+        while True:
+            if is_alive is not None and not is_alive():
+                raise LaunchError("the Ray cluster ended while the application started")
+            status, message = _application_status(api, application)
+            if status in ("DEPLOY_FAILED", "UNHEALTHY") and message:
+                raise LaunchError(f"deployment failed: {plain_message(message)}")
+            if message and message != last:
+                last = message
+                report(message)
+            if status == "RUNNING":
+                with contextlib.suppress(httpx.HTTPError):
+                    code = client.get(f"{url}/ready").status_code
+                    if code == 200:
+                        report(f"serving at {url}")
+                        return
+                    if code == 401:
+                        raise LaunchError(
+                            f"{url} serves, but refuses the API key that stands first in "
+                            "router.http.api_keys_file on this machine (or wants one and the file names none)"
+                        )
+            if time.monotonic() > deadline:
+                raise LaunchError(f"not ready in time (--timeout-s); Serve says: {status} {message}")
+            time.sleep(0.25)
+
+
+def _application_status(api: ServeApi, application: str) -> tuple[str, str]:
+    """Serve's status of the application, and a line that says what it is doing."""
+    try:
+        details = api.details()
+    except ServeApiError as error:
+        return "UNKNOWN", str(error)
+    app = details.get("applications", {}).get(application)
+    if app is None:
+        return "UNKNOWN", "waiting for Serve"
+    status, message = str(app.get("status", "")), str(app.get("message", ""))
+    if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        parts = [str(d.get("message", "")) for d in app.get("deployments", {}).values()]
+        return status, "\n".join(part for part in [message, *parts] if part)
+    counts = []
+    for name, deployment in app.get("deployments", {}).items():
+        replicas = deployment.get("replicas", [])
+        running = sum(replica.get("state") == "RUNNING" for replica in replicas)
+        counts.append(f"{name} {running}/{deployment.get('target_num_replicas', len(replicas))}")
+    return status, ", ".join(counts) or "building the application"
+
+
+def plain_message(message: str) -> str:
+    """Serve's message with each trace of Python calls replaced by the exception that ended it."""
+    kept: list[str] = []
+    ending: list[str] = []  # the newest exception of the trace being read, all lines of its text
+    is_trace = False
+    for line in without_colours(message).splitlines():
+        if line.startswith(("Traceback ", "ray::")):
+            is_trace = True
+        elif not is_trace:
+            kept.append(line)
+        elif line.startswith(("During handling of", "The above exception")):
+            ending = []  # the next one tells the reader more
+        elif re.match(r"(\w+\.)*\w*(Error|Exception|Failure)\b", line):
+            ending = [re.sub(r"^(\w+\.)+(?=\w+)", "", line)]
+        elif ending and line.strip():
+            ending.append(line)
+    return "\n".join(line for line in [*kept, *ending] if line.strip())
