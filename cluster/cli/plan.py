@@ -19,7 +19,7 @@ from cluster.plan.demand import Demand, Targets, of_trace
 from cluster.plan.deployment import deployment_text
 from cluster.plan.devices import UnknownDevice, device_names
 from cluster.plan.limits import BATCHES
-from cluster.plan.memory import DTYPE_BYTES, DoesNotFit, Shape
+from cluster.plan.memory import DoesNotFit, Shape
 from cluster.plan.models import PlannedModel, UnknownModel, find_model
 from cluster.plan.plan import Plan, find_speed, make_plan, propose, smallest_ranks
 from cluster.plan.proposal import NotReachable
@@ -118,7 +118,7 @@ def _shape(
     if context > model.spec.max_model_len:
         raise CommandFailed(f"--context {context}: {model.name} allows at most {model.spec.max_model_len}")
     for option, value, legal in (
-        ("--dtype", dtype, tuple(DTYPE_BYTES)),
+        ("--dtype", dtype, ("bfloat16", "float32")),
         ("--quantization", quantization, ("none", "int8", "int4")),
     ):
         if value not in legal:

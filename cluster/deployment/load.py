@@ -1,6 +1,6 @@
 """Everything that can be checked about a deployment before anything is started.
 
-`load_deployment` reads a file, applies `--port` and `--set`, and answers with the deployment or with a
+`load_deployment` reads a file, applies the command line, and answers with the deployment or with a
 ConfigError that lists every mistake; `check_model` then opens what the config names: the model folder (of
 weights only the headers) for unsupported or damaged checkpoints and tokenizers, tensor-parallel sizes that do
 not divide, pools and context lengths that do not fit; and the file of API keys.
@@ -19,8 +19,9 @@ from cluster.config.parse import apply_overrides, check_config
 from cluster.config.pools import deployment_problems
 from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL, TandemConfig
+from cluster.config.yaml_tree import YamlTree
 from cluster.deployment.named_files import key_problems, open_model
-from cluster.deployment.serve_schema import IMPORT_PATH, check_file, grpc_port
+from cluster.deployment.serve_schema import check_read, grpc_port, is_ours, read_file
 from cluster.models.embedded import EmbeddedModelError, canonical_path, model_folder
 from cluster.running.serve_api import ingress_url
 from workers.model.checkpoint import Checkpoint
@@ -31,6 +32,19 @@ _COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """What is changed in a file without writing it there."""
+
+    port: int | None = None  # --port
+    assignments: tuple[str, ...] = ()  # --set
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The config's paths that `--set` gives."""
+        return frozenset(assignment.partition("=")[0].strip() for assignment in self.assignments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """A checked deployment: what Serve receives, and the parts of it that the commands need."""
 
@@ -38,7 +52,7 @@ class Deployment:
     tree: dict[str, Any]  # for Serve's API, with --port and --set applied and model.path absolute
     application: str
     config: TandemConfig
-    assigned: frozenset[str]  # paths that `--set` gives
+    given: CommandLine
     host: str
     port: int
     route_prefix: str  # what paths of the API begin with: "/" or "/name"
@@ -74,54 +88,48 @@ def load_deployment(
     """
     if not file.exists():
         raise ConfigError([_missing_file(file)])
-    tree, problems = check_file(file, allow_open=allow_open)
-    problems += _command_line_problems(port, assignments)
-    if port is not None and isinstance(tree, dict) and port == grpc_port(tree):
-        hint = "grpc_options.port is the same"
-        problems.append(
-            Problem(
-                path="--port", message="the port is given twice", got=str(port), hint=hint, file=_COMMAND_LINE
-            )
-        )
+    source, given = read_file(file), CommandLine(port=port, assignments=tuple(assignments))
+    try:
+        return deployment_of(source, str(file), given, allow_open=allow_open)
+    except ConfigError as error:
+        more = _model_problems_despite(source.value, given, str(file)) if with_model else []
+        raise ConfigError([*error.problems, *more]) from None
+
+
+def deployment_of(source: YamlTree, file: str, given: CommandLine, *, allow_open: bool = False) -> Deployment:
+    """The deployment of a file that was read. Raises ConfigError with every mistake found."""
+    problems = [
+        *check_read(source, file, allow_open=allow_open),
+        *_command_line_problems(source.value, given),
+    ]
     if problems:
-        if with_model:
-            problems += _model_problems_despite(tree, assignments, str(file))
         raise ConfigError(problems)
-    index, app = next(
-        (i, app) for i, app in enumerate(tree["applications"]) if app.get("import_path") == IMPORT_PATH
-    )
-    args = apply_overrides(app.get("args") or {}, assignments)
+    tree = source.value
+    index, app = next((i, app) for i, app in enumerate(tree["applications"]) if is_ours(app))
+    deployments = app.get("deployments") or ()
+    args = apply_overrides(app.get("args") or {}, given.assignments)
     config, problems = check_config(args)
     if config is not None:
-        problems = list(deployment_problems(config, app.get("deployments") or ()))
+        problems = list(deployment_problems(config, deployments))
     if config is None or problems:  # each part alone was right, so it is a value of --set
         raise ConfigError(replace(problem, file=_COMMAND_LINE) for problem in problems)
     # Processes of the cluster have other working folders and, elsewhere, another home.
     model = replace(config.model, path=canonical_path(config.model.path))
-    config = config.model_copy(update={"model": model})
     args = {**args, "model": {**(args.get("model") or {}), "path": model.path}}
-    http = {**(tree.get("http_options") or {}), **({} if port is None else {"port": port})}
+    http = {**(tree.get("http_options") or {}), **({} if given.port is None else {"port": given.port})}
     applications = list(tree["applications"])
     applications[index] = {**app, "args": args}
     return Deployment(
-        file=str(file),
+        file=file,
         tree={**tree, "http_options": http, "applications": applications},
         application=app.get("name", "default"),
-        config=config,
-        assigned=_assigned(assignments),
+        config=config.model_copy(update={"model": model}),
+        given=given,
         host=http.get("host", "0.0.0.0"),
         port=http.get("port", 8000),
         route_prefix=app.get("route_prefix", "/"),
-        num_replicas={
-            entry["name"]: _replicas(entry, "min_replicas")
-            for entry in app.get("deployments") or ()
-            if "name" in entry
-        },
-        most_replicas={
-            entry["name"]: _replicas(entry, "max_replicas")
-            for entry in app.get("deployments") or ()
-            if "name" in entry
-        },
+        num_replicas={entry["name"]: _replicas(entry, "min_replicas") for entry in deployments},
+        most_replicas={entry["name"]: _replicas(entry, "max_replicas") for entry in deployments},
     )
 
 
@@ -131,20 +139,20 @@ def check_model(deployment: Deployment) -> Checkpoint | None:
 
     Raises ConfigError naming file and cause.
     """
-    checkpoint, problems = _open_model(deployment.config, deployment.assigned, deployment.file)
+    checkpoint, problems = _open_model(deployment.config, deployment.given, deployment.file)
     if problems:
         raise ConfigError(problems)
     return checkpoint
 
 
 def _open_model(
-    config: TandemConfig, assigned: frozenset[str], file: str
+    config: TandemConfig, given: CommandLine, file: str
 ) -> tuple[Checkpoint | None, list[Problem]]:
     """The model folder, and what does not fit it or is wrong with the file of API keys; each mistake is the
     deployment file's or the command line's."""
 
     def place(path: str) -> str:
-        return _COMMAND_LINE if path in assigned else file
+        return _COMMAND_LINE if path in given.paths else file
 
     checkpoint: Checkpoint | None = None
     problems: list[Problem] = []
@@ -158,35 +166,36 @@ def _open_model(
     return checkpoint, [replace(problem, file=place(problem.path)) for problem in problems]
 
 
-def _model_problems_despite(tree: Any, assignments: Sequence[str], file: str) -> list[Problem]:
+def _model_problems_despite(tree: Any, given: CommandLine, file: str) -> list[Problem]:
     """Mistakes of the model in a file that has others too, as far as its config can be read."""
     applications = tree.get("applications") if isinstance(tree, dict) else None
     for app in applications if isinstance(applications, list) else ():
-        args = app.get("args") if isinstance(app, dict) and app.get("import_path") == IMPORT_PATH else None
+        args = app.get("args") if is_ours(app) else None
         if not isinstance(args, dict):
             continue
         with suppress(ConfigError):
-            args = apply_overrides(args, assignments)
+            args = apply_overrides(args, given.assignments)
         config, _ = check_config(args)
         if config is None:  # the model's own part may be right
             config, _ = check_config({"model": args["model"]} if "model" in args else {})
         if config is not None:
-            return _open_model(config, _assigned(assignments), file)[1]
+            return _open_model(config, given, file)[1]
     return []
 
 
-def _assigned(assignments: Sequence[str]) -> frozenset[str]:
-    return frozenset(assignment.partition("=")[0].strip() for assignment in assignments)
-
-
-def _command_line_problems(port: int | None, assignments: Sequence[str]) -> list[Problem]:
+def _command_line_problems(tree: Any, given: CommandLine) -> list[Problem]:
     """What is wrong with `--port`, and with the paths of `--set`."""
     problems = []
-    if port is not None and not 1024 <= port <= 65535:
-        message = "port out of range"
-        problems.append(Problem(path="--port", message=message, got=str(port), allowed="1024 to 65535"))
+    if given.port is not None:
+        got = str(given.port)
+        if not 1024 <= given.port <= 65535:
+            message = "port out of range"
+            problems.append(Problem(path="--port", message=message, got=got, allowed="1024 to 65535"))
+        if isinstance(tree, dict) and given.port == grpc_port(tree):
+            hint = "grpc_options.port is the same"
+            problems.append(Problem(path="--port", message="the port is given twice", got=got, hint=hint))
     try:
-        apply_overrides({}, assignments)
+        apply_overrides({}, given.assignments)
     except ConfigError as error:
         problems += error.problems
     return [replace(problem, file=_COMMAND_LINE) for problem in problems]

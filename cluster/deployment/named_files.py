@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config.problems import Problem
-from cluster.config.tree import EMBEDDED_MODEL, TandemConfig
+from cluster.config.tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
+from cluster.figures.number_formats import element_bytes
 from cluster.models.embedded import canonical_path
 from router.api.auth import load_api_keys
 from router.text.tokenizer import TEXT_FILES, TextTokenizer
@@ -14,6 +15,7 @@ from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.files import resolve_inside
 from workers.model.spec import check_tensor_parallel
+from workers.runtime.pool_size import bytes_per_block
 
 
 def open_model(config: TandemConfig, folder: Path) -> tuple[Checkpoint | None, list[Problem]]:
@@ -55,14 +57,48 @@ def _misfits(config: TandemConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
             check_tensor_parallel(checkpoint.spec, pool.tensor_parallel)
         except TensorParallelError as error:
             yield Problem(path=f"pools.{name}.tensor_parallel", message=str(error))
-        num_blocks, size = pool.cache.num_blocks, pool.cache.block_size
+        else:
+            yield from _too_small(config, name, pool, checkpoint)
+
+
+def _too_small(
+    config: TandemConfig, name: str, pool: PoolConfig, checkpoint: Checkpoint
+) -> Iterator[Problem]:
+    """A KV pool that cannot hold one request of full length, as far as the config decides its size: groups
+    refuse to start with it."""
+    cache, model = pool.cache, config.model
+    length = checkpoint.max_model_len if model.max_model_len is None else model.max_model_len
+    needed = -(-length // cache.block_size)  # blocks
+    longest = f"model.max_model_len {length}"
+    if model.max_model_len is None:
+        longest = f"the {length} tokens that {checkpoint.folder.name} can"
+    message = f"the pool is too small for one request of {longest}"
+    if cache.num_blocks is not None:
         # With model.max_model_len in the config, the config alone was enough to tell.
-        if length is None and num_blocks is not None and num_blocks * size < checkpoint.max_model_len:
+        if model.max_model_len is None and cache.num_blocks < needed:
             yield Problem(
                 path=f"pools.{name}.cache.num_blocks",
-                message="the pool is too small for one request of the "
-                f"{checkpoint.max_model_len} tokens that {checkpoint.folder.name} can",
-                got=str(num_blocks),
-                allowed=f"at least {-(-checkpoint.max_model_len // size)}",
-                hint=f"or set model.max_model_len to {num_blocks * size}",
+                message=message,
+                got=str(cache.num_blocks),
+                allowed=f"at least {needed}",
+                hint=f"or set model.max_model_len to {cache.num_blocks * cache.block_size}",
             )
+        return
+    if pool.num_gpus_per_rank():
+        return  # max_bytes is of CPUs
+    # Ranks of a machine share the limit; where they may be on several, each is taken to be alone.
+    is_one_machine = pool.placement == "STRICT_PACK" or config.network.interface == "loopback"
+    sharers = pool.tensor_parallel if is_one_machine else 1
+    kv_heads = len(checkpoint.spec.kv_heads_of_rank(0, pool.tensor_parallel))  # the most that a rank has
+    block_bytes = bytes_per_block(
+        checkpoint.spec, kv_heads, cache.block_size, element_bytes(config.model.dtype)
+    )
+    num_blocks = cache.max_bytes // sharers // block_bytes
+    if num_blocks < needed:
+        yield Problem(
+            path=f"pools.{name}.cache.max_bytes",
+            message=message,
+            got=str(cache.max_bytes),
+            allowed=f"at least {needed * block_bytes * sharers}",
+            hint=f"or set model.max_model_len to {num_blocks * cache.block_size}" if num_blocks else "",
+        )

@@ -13,7 +13,7 @@ import yaml
 
 from cluster.config.problems import ConfigError, Problem, closest
 from cluster.config.yaml_tree import read_yaml
-from cluster.deployment.serve_schema import IMPORT_PATH
+from cluster.deployment.serve_schema import is_ours
 
 _KEY = "num_replicas"
 _HINT = "edit the file by hand, then `tandem deploy FILE`"
@@ -51,7 +51,7 @@ def with_replicas(text: str, wanted: Mapping[str, int], *, pools: Mapping[str, o
 
 def _entries(tree: Mapping[str, Any]) -> tuple[int, list[Mapping[str, Any]]]:
     """Place of our application, and its deployments."""
-    index = next(i for i, app in enumerate(tree["applications"]) if app.get("import_path") == IMPORT_PATH)
+    index = next(i for i, app in enumerate(tree["applications"]) if is_ours(app))
     return index, list(tree["applications"][index].get("deployments") or ())
 
 

@@ -16,12 +16,22 @@ _DELAYS = ("upscale_delay_s", "downscale_delay_s")
 def scaling_problems(app: Mapping[str, Any], config: TandemConfig, router: str) -> Iterable[Problem]:
     """Of an application; paths begin inside of it. `router`: name of its deployment."""
     deployments = app.get("deployments")
-    entries = enumerate(deployments if isinstance(deployments, list) else ())
+    listed = deployments if isinstance(deployments, list) else ()
+    entries = {index: entry for index, entry in enumerate(listed) if isinstance(entry, Mapping)}
     scaled = {
         index: entry
-        for index, entry in entries
-        if isinstance(entry, Mapping) and isinstance(entry.get("autoscaling_config"), Mapping)
+        for index, entry in entries.items()
+        if isinstance(entry.get("autoscaling_config"), Mapping)
     }
+    for index, entry in entries.items():
+        if entry.get("num_replicas") == "auto":
+            yield Problem(
+                path=f"deployments[{index}].num_replicas",
+                message="means bounds and delays of Serve's own, up to 100 groups",
+                got="'auto'",
+                allowed="a number",
+                hint="a pool that is autoscaled has autoscaling_config with its bounds instead",
+            )
     policy = app.get("autoscaling_policy")
     if isinstance(policy, Mapping):
         for key in policy:

@@ -46,13 +46,18 @@ def check_file(file: str | FilePath, *, allow_open: bool = False) -> tuple[Any, 
     `allow_open` accepts an HTTP host that other machines can reach.
     """
     tree = read_file(file)
+    return tree.value, check_read(tree, str(file), allow_open=allow_open)
+
+
+def check_read(tree: YamlTree, file: str, *, allow_open: bool = False) -> list[Problem]:
+    """Every problem of a deployment file that was read, in the order of its lines."""
     problems = list(tree.problems)
     if tree.value is not None:
         refused = {problem.path for problem in tree.problems}  # their values are missing from the tree
         found = check_tree(tree, allow_open=allow_open)
         problems += [problem for problem in found if problem.path not in refused]
     problems.sort(key=lambda problem: problem.line or 0)
-    return tree.value, [replace(problem, file=str(file)) for problem in problems]
+    return [replace(problem, file=file) for problem in problems]
 
 
 def read_file(file: str | FilePath) -> YamlTree:
@@ -78,7 +83,7 @@ def check_tree(tree: YamlTree, *, allow_open: bool = False) -> list[Problem]:
     problems += _proxy_problems(tree, allow_open=allow_open)
     applications = tree.value.get("applications")
     if isinstance(applications, list):
-        ours = [i for i, app in enumerate(applications) if _is_ours(app)]
+        ours = [i for i, app in enumerate(applications) if is_ours(app)]
         for i in ours:
             problems += _application_problems(tree, i)
         if not ours and not problems:
@@ -94,7 +99,8 @@ def _problem(
     return Problem(path=join(*path), message=message, got=got, allowed=allowed, hint=hint, line=line)
 
 
-def _is_ours(app: Any) -> bool:
+def is_ours(app: Any) -> bool:
+    """Whether an entry of `applications` is one of Tandem."""
     return isinstance(app, dict) and str(app.get("import_path")) == IMPORT_PATH
 
 
@@ -248,7 +254,7 @@ def _all_ask_for_keys(tree: dict[str, Any]) -> bool:
     """Whether every application is ours and has a file of API keys, without which nobody may call."""
     applications = tree.get("applications")
     applications = applications if isinstance(applications, list) else []
-    return bool(applications) and all(_is_ours(app) and _key_file(app.get("args")) for app in applications)
+    return bool(applications) and all(is_ours(app) and _key_file(app.get("args")) for app in applications)
 
 
 def _key_file(args: Any) -> str:

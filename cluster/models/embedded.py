@@ -86,13 +86,15 @@ def model_folder(name: str, root: Path | None = None) -> Path:
     if path == EMBEDDED_MODEL:
         return (root or default_root()) / SMOLLM2.name
     folder = Path(path)
+    known = f"a folder in Hugging Face layout, or {SMOLLM2.name}"
     if not os.path.exists(folder):  # Path.exists raises where a folder above may not be read
-        known = f"a folder in Hugging Face layout, or {SMOLLM2.name}"
         raise EmbeddedModelError(f"no model {name!r}: {folder} does not exist; give {known}")
     if not folder.is_dir():
         raise EmbeddedModelError(f"{folder} is a file; give the folder that holds config.json")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise EmbeddedModelError(f"{folder} cannot be read by this user; change its permissions")
+    if not os.path.exists(folder / "config.json"):
+        raise EmbeddedModelError(f"{folder} is no model, it holds no config.json; give {known}")
     return folder
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.figures.number_formats import element_bytes
 from cluster.plan.arithmetic import kv_bytes_per_token, weight_bytes
 from cluster.plan.devices import Device
 from cluster.plan.models import PlannedModel
@@ -21,7 +22,6 @@ from workers.runtime.errors import PoolTooSmall
 from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 
 _KEPT_LOGIT_ROWS = 128  # as workers.kernels.memory.MAX_KEPT_ROWS; logits are float32
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class DoesNotFit(ValueError):
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return element_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

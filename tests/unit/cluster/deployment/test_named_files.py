@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.config.parse import parse_config
 from cluster.config.problems import Problem
+from cluster.config.tree import PoolsConfig
 from cluster.deployment.named_files import key_problems, open_model
 from workers.model.checkpoint import Checkpoint
 
@@ -124,6 +126,42 @@ def test_a_pool_holds_the_longest_request_that_the_model_can(folder: Path) -> No
         hint="or set model.max_model_len to 112",
     )
     assert problems_of(folder, num_blocks=8, block_size=16) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement", "max_bytes", "allowed", "longest"),
+    [
+        (1, "PACK", 32_767, "at least 32768", 112),  # 8 blocks of 16 tokens, 2 layers, 2 heads of 8, K and V
+        (2, "STRICT_PACK", 32_767, "at least 32768", 112),  # a head each
+        (2, "SPREAD", 16_383, "at least 16384", 112),  # perhaps not on the same machine
+        (1, "PACK", 4_095, "at least 32768", 0),
+        (1, "PACK", 32_768, "", 0),
+        (2, "SPREAD", 16_384, "", 0),
+    ],
+)
+def test_the_most_bytes_of_a_pool_hold_the_longest_request(
+    folder: Path, ranks: int, placement: str, max_bytes: int, allowed: str, longest: int
+) -> None:
+    pool = {"tensor_parallel": ranks, "placement": placement, "cache": {"max_bytes": 1 << 20}}
+    config = parse_config({"model": {"path": str(folder)}, "pools": {"unified": pool}})
+    assert config.pools.unified is not None
+    cache = replace(config.pools.unified.cache, max_bytes=max_bytes)  # less than any real model has use for
+    pools = PoolsConfig(unified=config.pools.unified.model_copy(update={"cache": cache}))
+    problems = open_model(config.model_copy(update={"pools": pools}), folder)[1]
+    expected = Problem(
+        path="pools.unified.cache.max_bytes",
+        message="the pool is too small for one request of the 128 tokens that model can",
+        got=str(max_bytes),
+        allowed=allowed,
+        hint=f"or set model.max_model_len to {longest}" if longest else "",
+    )
+    assert problems == ([expected] if allowed else [])
+
+
+def test_a_gpus_pool_has_no_such_limit(folder: Path) -> None:
+    pool = {"parallel": {"device": "cuda"}, "cache": {"max_bytes": 1 << 20, "block_size": 1024}}
+    config = parse_config({"model": {"path": str(folder)}, "pools": {"unified": pool}})
+    assert open_model(config, folder)[1] == []
 
 
 def test_the_hash_of_a_model_does_not_depend_on_its_folder(folder: Path, tiny_model: Path) -> None:

@@ -75,6 +75,7 @@ applications:
         ("max_replicas: 2", "max_replicas: 5000", 10, "deployments[1].autoscaling_config.max_replicas",
          "out of range"),
         ("min_replicas: 1", "min_replicas: 0", 6, "args.router.http.group_wait_s", "no pool keeps a group"),
+        ("router}", "router, num_replicas: auto}", 8, "deployments[0].num_replicas", "means bounds and"),
         ("router}", "router, autoscaling_config: {max_replicas: 2}}", 8,
          "deployments[0].autoscaling_config", "the router is not autoscaled"),
     ],
