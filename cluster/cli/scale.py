@@ -12,14 +12,17 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.deploy import find_cluster, roll_out
+from cluster.cli.numbers import whole_number
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, SetOption
+from cluster.cli.rollout import Rollout, find_cluster
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.config.problems import ConfigError, Problem
-from cluster.deployment.load import Deployment, load_deployment
+from cluster.config.yaml_tree import MAX_BYTES, read_yaml
+from cluster.deployment.load import CommandLine, Deployment, deployment_of
 from cluster.deployment.replicas import with_replicas
 from cluster.running.deployed import DeployedFile
+from workers.regular_file import read_regular
 
 _MOST = 1024
 
@@ -49,70 +52,47 @@ def scale(
     with terminal.exit_codes():
         wanted, named = _read_words(words)
         given = _file_of(services, dashboard, named, assignments or ())
-        file = Path(given.file)
-        before = file.read_text(encoding="utf-8")
-        load = _Loader(given, allow_open)
-        deployment = load(file)
-        pools = deployment.config.pools.by_name()
+        file = Path(os.path.realpath(given.file))  # a link goes on pointing there
+        before = _text_of(file)
+        pools = _deployment_of(before, given, allow_open).config.pools.by_name()
         after = with_replicas(before, wanted, pools=pools, file=given.file)
-        changed = load.text(after)
+        rollout = Rollout(
+            deployment=_deployment_of(after, given, allow_open),
+            given=given,
+            dashboard=dashboard,
+            wait=wait,
+            timeout_s=timeout_s,
+        )
         diff = list(_diff(before, after, given.file))
         _show(terminal, diff, wanted, given)
         if dry_run or not diff:
             return
         if not yes and not _confirmed(as_json):
             raise CommandFailed("nothing was changed")
+        if _text_of(file) != before:
+            raise CommandFailed(f"{given.file} has been changed by someone else meanwhile; run this again")
         _replace(file, after)
-        was_accepted = False
-
-        def accepted() -> None:
-            nonlocal was_accepted
-            was_accepted = True
-
         try:
-            roll_out(
-                terminal,
-                services,
-                changed,
-                given,
-                dashboard,
-                wait=wait,
-                timeout_s=timeout_s,
-                accepted=accepted,
-            )
+            rollout.run(terminal, services)
         finally:
-            if not was_accepted:
+            if not rollout.is_accepted:
                 _replace(file, before)
 
 
-class _Loader:
-    """Reads the deployment file, and what it is to become, with what was deployed on the command line."""
+def _text_of(file: Path) -> str:
+    """The file as it is, with its own ends of lines. Raises CommandFailed and OSError."""
+    try:
+        return read_regular(file, max_bytes=MAX_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandFailed(
+            f"{file} is not UTF-8; change num_replicas by hand, then `tandem deploy {file}`"
+        ) from error
 
-    def __init__(self, given: DeployedFile, allow_open: bool) -> None:
-        self._given = given
-        self._allow_open = allow_open
 
-    def __call__(self, file: Path) -> Deployment:
-        """Raises ConfigError."""
-        given = self._given
-        return load_deployment(
-            file, port=given.port, assignments=given.assignments, allow_open=self._allow_open
-        )
-
-    def text(self, text: str) -> Deployment:
-        """The deployment of a text that is to be in the file. Raises ConfigError, as of the file."""
-        file = Path(self._given.file)
-        draft = file.with_name(f".{file.name}.{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        try:
-            return replace(self(draft), file=self._given.file)
-        except ConfigError as error:
-            raise ConfigError(
-                replace(problem, file=problem.file.replace(str(draft), self._given.file))
-                for problem in error.problems
-            ) from None
-        finally:
-            draft.unlink()
+def _deployment_of(text: str, given: DeployedFile, allow_open: bool) -> Deployment:
+    """What a text would deploy, with what was deployed on the command line. Raises ConfigError."""
+    command_line = CommandLine(port=given.port, assignments=given.assignments)
+    return deployment_of(read_yaml(text), given.file, command_line, allow_open=allow_open)
 
 
 def _read_words(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
@@ -124,13 +104,13 @@ def _read_words(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
         name, equals, text = word.partition("=")
         if not equals:
             continue
-        if not text.isdecimal() or int(text) > _MOST:
-            problems.append(Problem(path=name, message="not a number of groups", got=repr(text),
+        if (number := whole_number(text, most=_MOST)) is None:
+            problems.append(Problem(path=name, message="not a number of groups", got=repr(text)[:100],
                                     allowed=f"0 to {_MOST}"))  # fmt: skip
         elif name in wanted:
             problems.append(Problem(path=name, message="the pool is given twice", got=word))
         else:
-            wanted[name] = int(text)
+            wanted[name] = number
     if len(files) > 1:
         problems.append(Problem(path="", message="more than one file", got=", ".join(files)))
     if not wanted and not problems:
@@ -175,7 +155,7 @@ def _show(terminal: Terminal, diff: Sequence[str], wanted: dict[str, int], given
         style = {"+": "green", "-": "red"}.get(line[:1], "")
         terminal.say(line, style=style)
     if given.assignments:
-        terminal.say(f"with --set {' --set '.join(given.assignments)}, as before")
+        terminal.say(f"with --set {' --set '.join(given.assignments)}")
 
 
 def _confirmed(as_json: bool) -> bool:
@@ -187,6 +167,9 @@ def _confirmed(as_json: bool) -> bool:
 def _replace(file: Path, text: str) -> None:
     """Write the file in one step."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.chmod(file.stat().st_mode & 0o777)
-    draft.replace(file)
+    try:
+        draft.write_bytes(text.encode("utf-8"))
+        draft.chmod(file.stat().st_mode & 0o777)
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -14,9 +14,9 @@ from typing import Annotated
 import httpx
 import typer
 
-from cluster.cli.deploy import check_unchanged
 from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
+from cluster.cli.rollout import check_unchanged
 from cluster.cli.services import Services, services_of
 from cluster.cli.signals import interrupts
 from cluster.cli.terminal import CommandFailed, Phases, Terminal

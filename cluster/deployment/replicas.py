@@ -78,7 +78,12 @@ def _edit(text: str, node: yaml.Node, count: int) -> tuple[int, int, str]:
     end = value.end_mark.index
     if node.flow_style:
         return end, end, f", {_KEY}: {count}"
-    return end, end, f"\n{' ' * key.start_mark.column}{_KEY}: {count}"
+    added = f"{' ' * key.start_mark.column}{_KEY}: {count}"
+    newline = "\r\n" if "\r\n" in text else "\n"
+    line_end = text.find("\n", end)  # a comment stays with the name
+    if line_end < 0:
+        return len(text), len(text), newline + added
+    return line_end + 1, line_end + 1, added + newline
 
 
 def _child(node: yaml.Node | None, key: str | int) -> yaml.Node:

@@ -42,6 +42,27 @@ def test_the_number_changes_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "  - name: decode  # answers\n  - name: b\n",
+            "  - name: decode  # answers\n    num_replicas: 2\n  - name: b\n",
+        ),
+        ("  - name: decode  # answers", "  - name: decode  # answers\n    num_replicas: 2"),
+        ("  - name: decode\r\n", "  - name: decode\r\n    num_replicas: 2\r\n"),
+        (
+            "  - name: decode\r\n    num_replicas: 1 # x\r\n",
+            "  - name: decode\r\n    num_replicas: 2 # x\r\n",
+        ),
+    ],
+)
+def test_comments_and_ends_of_lines_stay_where_they_are(before: str, after: str) -> None:
+    newline = "\r\n" if "\r" in before else "\n"
+    head = "applications:\n- import_path: cluster.app:build\n  deployments:\n".replace("\n", newline)
+    assert with_replicas(head + before, {"decode": 2}, pools=POOLS, file="f") == head + after
+
+
+@pytest.mark.parametrize(
     ("old", "new", "name", "message"),
     [
         ("", "", "prefil", "prefil: no such pool; got 'prefil'; allowed: router, prefill, decode; did you"),
@@ -79,12 +100,33 @@ def test_scale_edits_and_deploys_the_file_of_the_last_deploy_with_its_settings(w
     lines = done.stdout.splitlines()
     assert "-    num_replicas: 1  # was 2" in lines
     assert "+    num_replicas: 2  # was 2" in lines
-    assert "with --set router.policy=round_robin, as before" in lines
+    assert "with --set router.policy=round_robin" in lines
     assert file.read_text() == FILE.format(port=world.server.port).replace("1  # was 2", "2  # was 2")
     tree = world.launcher.configs[-1]
     assert replicas(tree) == {"router": 1, "prefill": 2, "decode": 1}
     assert tree["applications"][0]["args"]["router"] == {"policy": "round_robin"}
     assert [path.name for path in world.folder.glob(".own*")] == []
+
+
+def test_a_link_to_the_file_and_its_ends_of_lines_survive(world: World) -> None:
+    file = write(world)
+    text = FILE.format(port=world.server.port).replace("\n", "\r\n").encode()
+    file.write_bytes(text)
+    link = world.folder / "link.yaml"
+    link.symlink_to(file)
+    done = world.run("scale", "prefill=2", str(link), "--yes", "--dashboard", world.server.url)
+    assert done.exit_code == 0, done.stderr
+    assert link.is_symlink()
+    assert file.read_bytes() == text.replace(b"1  # was 2", b"2  # was 2")
+
+
+def test_a_file_that_is_not_utf_8_is_left_alone(world: World) -> None:
+    file = write(world)
+    text = FILE.format(port=world.server.port).encode("utf-16")
+    file.write_bytes(text)
+    done = world.run("scale", "prefill=2", str(file), "--yes", "--dashboard", world.server.url)
+    assert (done.exit_code, file.read_bytes()) == (1, text)
+    assert f"{file} is not UTF-8; change num_replicas by hand" in done.stderr
 
 
 def test_a_dry_run_shows_and_changes_nothing(world: World) -> None:
@@ -110,6 +152,7 @@ def test_what_scale_refuses(world: World) -> None:
     for arguments, code, message in (
         (("prefil=2", str(file)), 2, "prefil: no such pool"),
         (("prefill=two", str(file)), 2, "command line:prefill: not a number of groups; got 'two'"),
+        (("prefill=" + "9" * 5000, str(file)), 2, "command line:prefill: not a number of groups; got '999"),
         (("prefill=0", str(file)), 2, f"{file}:11:applications[0].deployments[1].num_replicas"),
         (("prefill=1", "prefill=2", str(file)), 2, "command line:prefill: the pool is given twice"),
         ((str(file),), 2, "command line: no pool is named"),

@@ -1,0 +1,137 @@
+"""A deployment on its way to a running cluster, as `tandem deploy` and `tandem scale` send it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.cli.keys import key_headers
+from cluster.cli.services import Services
+from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Terminal
+from cluster.config.problems import ConfigError, Problem
+from cluster.config.tree import EMBEDDED_MODEL
+from cluster.deployment.load import Deployment, check_model
+from cluster.running.deployed import DeployedFile
+from cluster.running.serve_api import ServeApi, ServeApiError
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """What is sent, where to, and how far it has come."""
+
+    deployment: Deployment
+    given: DeployedFile  # what it was made of, to be remembered
+    dashboard: str | None  # --dashboard
+    wait: bool  # until every group has answered
+    timeout_s: float
+    is_accepted: bool = False  # Serve has taken it
+
+    def run(self, terminal: Terminal, services: Services) -> None:
+        """Make the cluster look like the deployment, and say so. Raises what the commands turn into exit
+        codes."""
+        try:
+            with Phases(terminal) as phases:
+                phases.start("looking for the cluster")
+                api = find_cluster(services, self.dashboard)
+                with _deploy_lock(services.locks, api.url):
+                    self._send(api, services, phases)
+                ready_s = phases.elapsed_s
+        except KeyboardInterrupt:
+            state = (
+                "Serve goes on with it; see `tandem status`" if self.is_accepted else "nothing was changed"
+            )
+            raise terminal.fail(f"interrupted; {state}", code=EXIT_INTERRUPTED) from None
+        url = self.deployment.url
+        if terminal.as_json:
+            terminal.emit(event="ready" if self.wait else "accepted", url=url, elapsed_s=ready_s)
+        elif self.wait:
+            terminal.say(f"ready in {ready_s:.1f} s at {url}", style="bold green")
+        else:
+            terminal.say(f"accepted; follow it with `tandem status --dashboard {api.url}`")
+
+    def _send(self, api: ServeApi, services: Services, phases: Phases) -> None:
+        deployment, given = self.deployment, self.given
+        headers = key_headers(deployment.config.router.http.api_keys_file) if self.wait else {}
+        if deployment.config.model.path == EMBEDDED_MODEL:
+            services.ensure_model(phases.start)
+        check_model(deployment)
+        check_unchanged(api.details(), deployment)
+        left_s = self.timeout_s - phases.elapsed_s
+        services.handover.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
+        self.is_accepted = True
+        services.deployed.write(api.url, given.file, given.assignments, given.port)
+        if self.wait:
+            services.handover.wait_ready(
+                api,
+                application=deployment.application,
+                url=deployment.url,
+                headers=headers,
+                report=phases.start,
+                timeout_s=self.timeout_s - phases.elapsed_s,
+            )
+
+
+def find_cluster(services: Services, dashboard: str | None) -> ServeApi:
+    """Serve's API of the cluster asked for. Raises CommandFailed, saying how to get one."""
+    try:
+        return services.open_api(dashboard)
+    except ServeApiError as error:
+        raise CommandFailed(
+            f"{error}; start one with `tandem serve` or `ray start --head`, "
+            "or name its dashboard with --dashboard URL"
+        ) from error
+
+
+def check_unchanged(details: Mapping[str, Any], deployment: Deployment) -> None:
+    """Refuse what Serve cannot change while it runs: it would keep the old value without a word."""
+    if not details.get("applications"):
+        return
+    problems = []
+    options = details.get("http_options") or {}
+    wanted = {"host": deployment.host, "port": deployment.port}
+    for key, value in wanted.items():
+        if key in options and options[key] != value:
+            problems.append(_immutable(f"http_options.{key}", options[key], value, deployment.file))
+    location = deployment.tree.get("proxy_location")
+    running = details.get("proxy_location")
+    if location is not None and running is not None and location != running:
+        problems.append(_immutable("proxy_location", running, location, deployment.file))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _immutable(path: str, old: object, new: object, file: str) -> Problem:
+    return Problem(
+        path=path,
+        message="needs a new deployment: Serve cannot change it while it runs, the old one keeps serving",
+        got=f"{old!r} -> {new!r}",
+        hint="`tandem down` first, or keep the old value",
+        file=file,
+    )
+
+
+@contextmanager
+def _deploy_lock(folder: Path, dashboard_url: str) -> Iterator[None]:
+    """One deploy at a time and cluster, of this user on this machine. Names the owner when it is taken."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = hashlib.sha256(dashboard_url.encode()).hexdigest()[:16]
+    with (folder / f"deploy-{name}.lock").open("a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            owner = stream.read(200).strip() or "an unknown process"
+            raise CommandFailed(
+                f"another deploy to {dashboard_url} is under way, by {owner}; wait for it or end it"
+            ) from None
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()}")
+        stream.flush()
+        yield
+        stream.truncate(0)
