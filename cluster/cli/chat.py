@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from cluster.cli.conversation import SETTINGS, Conversation, Leave
-from cluster.cli.keys import key_headers
+from cluster.cli.keys import service_at
 from cluster.cli.options import JsonOption, KeysOption
-from cluster.cli.services import DEFAULT_URL, services_of
+from cluster.cli.services import services_of
 from cluster.cli.sse import AnswerStats, ChatClient
 from cluster.cli.terminal import CommandFailed, Terminal
 
@@ -42,11 +42,7 @@ def chat(
     """Talk to the model. From a pipe, the input is one message; lines like /system TEXT are commands."""
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
-        running = services_of(context).note.read()
-        if keys_file is None and running is not None and url in (None, running.api_url):
-            keys_file = running.api_keys_file
-        url = url or (running.api_url if running is not None else DEFAULT_URL)
-        client = ChatClient(url, key_headers(keys_file))
+        client = ChatClient(*service_at(services_of(context), url, keys_file))
         try:
             served = client.models()
             if model is not None and model not in served:

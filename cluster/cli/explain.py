@@ -11,9 +11,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.cli.keys import key_headers
+from cluster.cli.keys import service_at
 from cluster.cli.options import JsonOption, KeysOption
-from cluster.cli.services import DEFAULT_URL, services_of
+from cluster.cli.services import services_of
 from cluster.cli.terminal import CommandFailed, Terminal
 
 _TIMEOUT_S = 5.0
@@ -32,11 +32,8 @@ def explain(
     """Print every term of a request's placement, and what its first token waited for."""
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
-        running = services_of(context).note.read()
-        if keys_file is None and running is not None and url in (None, running.api_url):
-            keys_file = running.api_keys_file
-        url = (url or (running.api_url if running is not None else DEFAULT_URL)).rstrip("/")
-        found = _ask(url, request_id, key_headers(keys_file))
+        service = service_at(services_of(context), url, keys_file)
+        found = _ask(service.url, request_id, service.headers)
         if as_json:
             terminal.emit(**found)
         else:

@@ -3,8 +3,29 @@ which would show in the list of processes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from cluster.cli.services import DEFAULT_URL, Services
 from cluster.cli.terminal import CommandFailed
 from router.api.auth import read_api_keys
+
+
+class Service(NamedTuple):
+    """A service that answers requests."""
+
+    url: str
+    headers: Mapping[str, str]  # with an API key, where one is known
+
+
+def service_at(services: Services, url: str | None, keys_file: str | None) -> Service:
+    """The service asked for by `--url` and `--api-keys-file`: else the running `tandem serve` with its own
+    file of keys, else the default address. Raises CommandFailed."""
+    running = services.note.read()
+    if keys_file is None and running is not None and url in (None, running.api_url):
+        keys_file = running.api_keys_file
+    url = url or (running.api_url if running is not None else DEFAULT_URL)
+    return Service(url.rstrip("/"), key_headers(keys_file))
 
 
 def key_headers(file: str | None) -> dict[str, str]:

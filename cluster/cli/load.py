@@ -14,9 +14,9 @@ from cluster.bench.latency import Limits, Outcome, summary
 from cluster.bench.load import Due, Server, of_trace, poisson
 from cluster.bench.report import Report, write_report
 from cluster.cli import bench_tables
-from cluster.cli.keys import key_headers
+from cluster.cli.keys import service_at
 from cluster.cli.options import JsonOption, KeysOption
-from cluster.cli.services import DEFAULT_URL, services_of
+from cluster.cli.services import services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.figures.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
 
@@ -189,12 +189,8 @@ def _run(
 
 
 def _server(context: typer.Context, url: str | None, keys_file: str | None, timeout_s: float) -> Server:
-    """As `tandem chat` finds it."""
-    running = services_of(context).note.read()
-    if keys_file is None and running is not None and url in (None, running.api_url):
-        keys_file = running.api_keys_file
-    url = url or (running.api_url if running is not None else DEFAULT_URL)
-    return Server(url=url, headers=key_headers(keys_file), timeout_s=timeout_s)
+    service = service_at(services_of(context), url, keys_file)
+    return Server(url=service.url, headers=service.headers, timeout_s=timeout_s)
 
 
 def _rates(text: str) -> list[float]:

@@ -12,12 +12,17 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Inside, each stopping signal raises KeyboardInterrupt. Only for the main thread."""
+    """Inside, each stopping signal raises KeyboardInterrupt. Only for the main thread.
+
+    A hang-up that is ignored stays so: `nohup` asks for that.
+    """
 
     def raise_interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, raise_interrupt) for number in _STOPPING}
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = [number for number in _STOPPING if number != signal.SIGHUP or not is_ignored]
+    before = {number: signal.signal(number, raise_interrupt) for number in numbers}
     try:
         yield
     finally:

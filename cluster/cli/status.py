@@ -14,21 +14,23 @@ from rich.table import Table
 
 from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, KeysOption
-from cluster.cli.services import services_of
+from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.running.group_table import (
     ApplicationStatus,
     GroupRow,
     PairRow,
+    ReportedLoad,
     application_statuses,
     parse_loads,
     parse_pairs,
 )
-from cluster.running.serve_api import ingress_url
+from cluster.running.serve_api import ServeApi, ingress_url
 
 _COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
 # By `workers.report.Bound`; nothing is said of an idle group.
 _BOUNDS = {"compute": "compute-bound", "bandwidth": "bandwidth-bound", "overhead": "overhead-bound"}
+_WATCH_S = 2.0
 _STATE_STYLES = {"ready": "green", "failed": "red", "draining": "yellow"}
 
 
@@ -58,35 +60,43 @@ def status(
         running = services.running(api)
         headers = key_headers(keys_file or (running.api_keys_file if running is not None else None))
         address = gcs_address or (running.gcs_address if running is not None else "")
-        while True:
-            details = api.details()
-            names = sorted(details.get("applications", {}))
-            directories = services.directories(address, names)
-            load = _load(details, headers)
-            statuses = application_statuses(
-                details, directories, parse_loads(load), parse_pairs(load), now=time.time()
-            )
-            if as_json:
-                terminal.emit(dashboard=api.url, applications=[asdict(status) for status in statuses])
-            else:
-                _print(terminal, api.url, statuses)
+        try:
+            statuses = _ask(services, api, address, headers)
+            _show(terminal, api.url, statuses)
+            while watch:
+                time.sleep(_WATCH_S)
+                statuses = _ask(services, api, address, headers)
+                _show(terminal, api.url, statuses)
+        except KeyboardInterrupt:
             if not watch:
-                break
-            time.sleep(2.0)
+                raise
+            return
         if any(status.ready < status.desired for status in statuses) or not statuses:
             raise typer.Exit(1)
 
 
-def _load(details: dict[str, Any], headers: Mapping[str, str]) -> Mapping[str, Any]:
-    """The body of `/load` of one of our routers, to each of which all groups tell the same; nothing when it
-    does not answer or wants another key."""
+def _ask(
+    services: Services, api: ServeApi, gcs_address: str, headers: Mapping[str, str]
+) -> list[ApplicationStatus]:
+    """All who know a part of it. Raises ServeApiError and ProbeError."""
+    details = api.details()
+    applications: Mapping[str, Any] = details.get("applications", {})
+    directories = services.directories(gcs_address, sorted(applications))
+    loads: dict[str, ReportedLoad] = {}
+    pairs: list[PairRow] = []
+    for application in applications.values():
+        if "router" in application.get("deployments", ()):
+            body = _load(details, application.get("route_prefix") or "/", headers)
+            loads |= parse_loads(body)
+            pairs += parse_pairs(body)
+    return application_statuses(details, directories, loads, pairs, now=time.time())
+
+
+def _load(details: Mapping[str, Any], prefix: str, headers: Mapping[str, str]) -> Mapping[str, Any]:
+    """The body of `/load` of a router of an application, to each of which all its groups tell the same;
+    nothing when it does not answer or wants another key."""
     options = details.get("http_options") or {}
     url = ingress_url(options.get("host", "127.0.0.1"), options.get("port", 8000))
-    applications = details.get("applications", {}).values()
-    prefix = next(
-        (app.get("route_prefix") or "/" for app in applications if "router" in app.get("deployments", ())),
-        "/",
-    )
     try:
         address = url + prefix.rstrip("/") + "/load"
         response = httpx.get(address, headers=headers, timeout=5.0, trust_env=False)
@@ -96,7 +106,10 @@ def _load(details: dict[str, Any], headers: Mapping[str, str]) -> Mapping[str, A
     return body if isinstance(body, dict) else {}
 
 
-def _print(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> None:
+def _show(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> None:
+    if terminal.as_json:
+        terminal.emit(dashboard=url, applications=[asdict(status) for status in statuses])
+        return
     if not statuses:
         terminal.say(f"nothing is deployed on {url}; start with `tandem deploy FILE`")
     for application in statuses:

@@ -47,6 +47,7 @@ class FakeServer:
         self.details: dict[str, Any] = {"applications": {}}
         self.answers_dashboard = True
         self.load = LOAD
+        self.other_loads: dict[str, Any] = {}  # of other applications, by path
         self.explained: dict[str, Any] = {}  # by id, what /explain says
         self.num_forgetful = 0  # requests to /explain that meet a router that knows nothing
         self.prefix = ""  # of the API's paths
@@ -105,6 +106,8 @@ class FakeServer:
                     self._answer({"error": {"message": "a key is needed"}}, status=401)
                 elif self.path == f"{server.prefix}/v1/models":
                     self._answer({"data": [{"id": "Fake"}]})
+                elif self.path in server.other_loads:
+                    self._answer(server.other_loads[self.path])
                 elif self.path == f"{server.prefix}/load":
                     self._answer(server.load)
                 elif self.path == f"{server.prefix}/ready":

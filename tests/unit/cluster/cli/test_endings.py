@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.cli.signals import interrupts
 from cluster.launch.local_cluster import LocalCluster
 from cluster.launch.news import Report
 from cluster.running.note import RunningCluster
@@ -89,6 +90,18 @@ def test_ctrl_c_while_it_starts_takes_back_what_there_is(world: World) -> None:
     world.launcher.on_ready = interrupt
     assert world.run("serve", world.file()).exit_code == 0
     assert world.launcher.calls[-1] == "stop 35"
+
+
+def test_a_hang_up_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with interrupts():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class InterruptedLauncher(FakeLauncher):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +128,7 @@ def test_the_last_decision_of_autoscaling_is_shown_with_its_terms(world: World) 
 
 def test_pools_and_who_reads_from_whom(world: World) -> None:
     deployments = {
+        "router": {"target_num_replicas": 0, "replicas": []},
         "prefill": {"target_num_replicas": 1, "replicas": [replica("p1")]},
         "decode": {"target_num_replicas": 1, "replicas": [replica("d1")]},
     }
@@ -173,6 +177,34 @@ def test_pools_and_who_reads_from_whom(world: World) -> None:
         "  decode-d1 reads from prefill-p1: 0 done, 1 under way",
         f"  prefill-p1 exchanges no KV blocks: {problem}",
     ]
+
+
+def test_every_application_is_asked_for_its_load(world: World) -> None:
+    first, second = details([replica("u1")]), details([replica("u2")])
+    (other,) = second["applications"].values()
+    world.server.details = {
+        "http_options": {"host": "127.0.0.1", "port": world.server.port},
+        "applications": {
+            **first["applications"],
+            "other": {**other, "route_prefix": "/other"},
+            "theirs": {"status": "RUNNING", "deployments": {"App": {}}, "route_prefix": "/theirs"},
+        },
+    }
+    world.entries = [entry("u1"), entry("u2")]
+    world.server.other_loads = {"/other/load": {"groups": [said("unified-u2", "unified", running=7)]}}
+    shown = json.loads(world.run("status", "--json", "--dashboard", world.server.url).stdout)
+    running = {row["group"]: row["running"] for app in shown["applications"] for row in app["rows"]}
+    assert (running["unified-u1"], running["unified-u2"]) == (3, 7)
+
+
+def test_watching_ends_by_ctrl_c_without_complaint(world: World) -> None:
+    world.server.details = details([replica("u1", "PENDING_INITIALIZATION")])
+    interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    done = world.run("status", "--watch", "--dashboard", world.server.url)
+    interrupt.join()
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "tandem: RUNNING, 1 of 3 ready" in done.stdout
 
 
 def said(group: str, role: str, **more: Any) -> dict[str, Any]:
