@@ -17,7 +17,8 @@ from cluster.bench.pool_check import pool_row
 from cluster.bench.report import write_report
 from cluster.cli import bench_tables
 from cluster.cli.load import replay, serve
-from cluster.cli.options import JsonOption
+from cluster.cli.numbers import whole_number
+from cluster.cli.options import JsonOption, finite
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.config.tree import EMBEDDED_MODEL
@@ -30,6 +31,7 @@ app.command()(serve)
 app.command()(replay)
 
 _LOAD_S = 300.0  # longest time to load a model, beside the measuring itself
+_MOST_BATCH = 4096
 _PATIENCE = 20.0  # times as long as it should take, on a busy machine
 
 ModelArgument = Annotated[
@@ -52,7 +54,9 @@ def calibrate(
     dtype: DtypeOption = "auto",
     quantization: QuantizationOption = "none",
     tensor_parallel: RanksOption = 1,
-    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Time for measuring.")] = 75.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", callback=finite, min=1, help="Time for measuring.")
+    ] = 75.0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine with a model and fit the cost of a step, which planning uses from then on."""
@@ -185,7 +189,10 @@ def _folder(terminal: Terminal, services: Services, model: str) -> Path:
 
 def _sizes(text: str) -> tuple[int, ...]:
     """Batch sizes, ascending, each once."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= 4096 for part in parts):
-        raise CommandFailed(f"--batches {text!r}: give numbers from 1 to 4096 with commas between them")
-    return tuple(sorted({int(part) for part in parts}))
+    sizes = {whole_number(part.strip(), most=_MOST_BATCH) for part in text.split(",")}
+    found = tuple(sorted(size for size in sizes if size))
+    if len(found) < len(sizes):
+        raise CommandFailed(
+            f"--batches {text[:100]!r}: give numbers from 1 to {_MOST_BATCH} with commas between them"
+        )
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,9 +91,12 @@ class Conversation:
             known = f"did you mean {guess}?" if guess else f"known: {', '.join(SETTINGS)}"
             raise ValueError(f"no setting {name}; {known}")
         try:
-            self.settings[name] = kind(text.strip())
+            value = kind(text.strip())
         except ValueError as error:
             raise ValueError(f"{name} takes a value of type {kind.__name__}, not {text.strip()!r}") from error
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} takes a finite number, not {text.strip()!r}")
+        self.settings[name] = value
 
     def _set_system(self, text: str) -> str:
         if not text:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import JsonOption
+from cluster.cli.options import JsonOption, finite
 from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.observe.answers import Range, ask_page
 from cluster.observe.checks import problems
@@ -27,7 +27,9 @@ from dashboards.provisioning import DEFAULT_PROMETHEUS
 app = typer.Typer(help="Pages for Grafana: build, check, push, preview.", no_args_is_help=True)
 
 PrometheusOption = Annotated[str, typer.Option("--prometheus", metavar="URL", help="A running Prometheus.")]
-MinutesOption = Annotated[float, typer.Option("--minutes", min=1, help="How far to look back.")]
+MinutesOption = Annotated[
+    float, typer.Option("--minutes", callback=finite, min=1, help="How far to look back.")
+]
 
 
 @app.command()

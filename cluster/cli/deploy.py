@@ -11,7 +11,15 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
+from cluster.cli.options import (
+    DashboardOption,
+    JsonOption,
+    OpenOption,
+    PortOption,
+    ReadyOption,
+    SetOption,
+    finite,
+)
 from cluster.cli.rollout import Rollout
 from cluster.cli.services import services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
@@ -31,7 +39,7 @@ def deploy(
     assignments: SetOption = None,
     dashboard: DashboardOption = None,
     wait: Annotated[bool, typer.Option(help="Wait until every group has answered.")] = True,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest time until ready.")] = 900.0,
+    timeout_s: ReadyOption = 900.0,
     allow_open: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -105,7 +113,7 @@ def down(
     context: typer.Context,
     dashboard: DashboardOption = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=0, help="Longest time until all is stopped.")
+        float, typer.Option("--timeout-s", callback=finite, min=0, help="Longest time until all is stopped.")
     ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:

@@ -15,7 +15,7 @@ from cluster.bench.load import Due, Server, of_trace, poisson
 from cluster.bench.report import Report, write_report
 from cluster.cli import bench_tables
 from cluster.cli.keys import service_at
-from cluster.cli.options import JsonOption, KeysOption
+from cluster.cli.options import JsonOption, KeysOption, finite
 from cluster.cli.services import services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.figures.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
@@ -24,12 +24,16 @@ UrlOption = Annotated[
     str | None, typer.Option("--url", help="Server; the running `tandem serve` by default.")
 ]
 TtftOption = Annotated[
-    float | None, typer.Option("--ttft", metavar="MS", min=0, help="Most for a good request.")
+    float | None,
+    typer.Option("--ttft", callback=finite, metavar="MS", min=0, help="Most for a good request."),
 ]
 TpotOption = Annotated[
-    float | None, typer.Option("--tpot", metavar="MS", min=0, help="Most for a good request.")
+    float | None,
+    typer.Option("--tpot", callback=finite, metavar="MS", min=0, help="Most for a good request."),
 ]
-TimeoutOption = Annotated[float, typer.Option("--timeout-s", min=1, help="For one whole answer.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout-s", callback=finite, min=1, help="For one whole answer.")
+]
 VocabOption = Annotated[
     int, typer.Option("--vocab-size", min=100, help="Made-up prompts use token ids below it.")
 ]
@@ -90,10 +94,14 @@ def replay(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Mooncake .jsonl or Azure .csv file.")],
     url: UrlOption = None,
     length_divisor: Annotated[
-        float, typer.Option("--length-divisor", help="Prompts and answers are that many times shorter.")
+        float,
+        typer.Option(
+            "--length-divisor", callback=finite, help="Prompts and answers are that many times shorter."
+        ),
     ] = 1.0,
     rate_divisor: Annotated[
-        float, typer.Option("--rate-divisor", help="Requests come that many times less often.")
+        float,
+        typer.Option("--rate-divisor", callback=finite, help="Requests come that many times less often."),
     ] = 1.0,
     requests: Annotated[int | None, typer.Option("--requests", min=1, help="The first so many only.")] = None,
     ttft: TtftOption = None,

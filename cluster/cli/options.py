@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
 
+
+def finite(value: float | None) -> float | None:
+    """For options: click's own bounds let infinities and NaN pass, with which no wait would end."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number.")
+    return value
+
+
+ReadyOption = Annotated[float, typer.Option("--timeout-s", callback=finite, help="Longest time until ready.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

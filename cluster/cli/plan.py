@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import JsonOption
+from cluster.cli.options import JsonOption, finite
 from cluster.cli.plan_tables import Proposed, plan_facts, print_plan, print_proposal, proposal_facts
 from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.config.tree import EMBEDDED_MODEL
@@ -52,18 +52,29 @@ def plan(
     max_running: Annotated[int, typer.Option("--max-running", min=1)] = ScheduleConfig().max_running,
     step_tokens: Annotated[int, typer.Option("--step-tokens", min=1)] = ScheduleConfig().max_step_tokens,
     efficiency: Annotated[
-        float, typer.Option("--efficiency", min=0.01, max=1.0, help="Share of a datasheet that is reached.")
+        float,
+        typer.Option(
+            "--efficiency", callback=finite, min=0.01, max=1.0, help="Share of a datasheet that is reached."
+        ),
     ] = 0.6,
-    ttft: Annotated[float | None, typer.Option("--ttft", metavar="MS", help="For 90 % of requests.")] = None,
-    tpot: Annotated[float | None, typer.Option("--tpot", metavar="MS", help="For a token.")] = None,
-    rate: Annotated[float | None, typer.Option("--rate", help="Requests a second.")] = None,
+    ttft: Annotated[
+        float | None, typer.Option("--ttft", callback=finite, metavar="MS", help="For 90 % of requests.")
+    ] = None,
+    tpot: Annotated[
+        float | None, typer.Option("--tpot", callback=finite, metavar="MS", help="For a token.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option("--rate", callback=finite, help="Requests a second.")] = None,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Mean prompt tokens, with --rate.")] = 512,
     output: Annotated[int, typer.Option("--output", min=1, help="Mean new tokens, with --rate.")] = 256,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Lengths and busiest minute of a trace.")
     ] = None,
-    length_divisor: Annotated[float, typer.Option("--length-divisor", help="Shorten the trace.")] = 1.0,
-    rate_divisor: Annotated[float, typer.Option("--rate-divisor", help="Slow the trace down.")] = 1.0,
+    length_divisor: Annotated[
+        float, typer.Option("--length-divisor", callback=finite, help="Shorten the trace.")
+    ] = 1.0,
+    rate_divisor: Annotated[
+        float, typer.Option("--rate-divisor", callback=finite, help="Slow the trace down.")
+    ] = 1.0,
     model_path: Annotated[
         str | None,
         typer.Option("--model-path", metavar="FOLDER", help="For -o, where MODEL is no folder."),

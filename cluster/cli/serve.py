@@ -15,7 +15,7 @@ import httpx
 import typer
 
 from cluster.cli.keys import key_headers
-from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, SetOption
+from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, ReadyOption, SetOption
 from cluster.cli.rollout import check_unchanged
 from cluster.cli.services import Services, services_of
 from cluster.cli.signals import interrupts
@@ -44,7 +44,7 @@ def serve(
     port: PortOption = None,
     assignments: SetOption = None,
     dashboard: DashboardOption = None,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest time until ready.")] = 900.0,
+    timeout_s: ReadyOption = 900.0,
     allow_open: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cluster.cli.options import JsonOption
+from cluster.cli.numbers import whole_number
+from cluster.cli.options import JsonOption, finite
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
 from cluster.figures.traces import TraceError, TraceRequest, read_trace, scaled
@@ -21,13 +22,16 @@ from workers.config import CacheConfig, ScheduleConfig
 from workers.types import Role
 
 ALL = "all"
+_MOST_GROUPS = 100_000
 _COMPARED = ("prefix", "round_robin", "power_of_two", "longest_prefix")  # what `all` stands for
 _DEFAULT_BLOCKS = 8448  # the longest prompts of public traces, 128k tokens
 
 TraceArgument = Annotated[
     Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's (.jsonl) or Azure's (.csv) form.")
 ]
-GroupsOption = Annotated[int, typer.Option("--groups", min=1, help="Worker groups in one pool.")]
+GroupsOption = Annotated[
+    int, typer.Option("--groups", min=1, max=_MOST_GROUPS, help="Worker groups in one pool.")
+]
 PoolsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -41,11 +45,21 @@ PolicyOption = Annotated[
 ]
 LengthsOption = Annotated[
     float,
-    typer.Option("--length-divisor", "--scale-lengths", help="Prompts and answers that many times shorter."),
+    typer.Option(
+        "--length-divisor",
+        "--scale-lengths",
+        callback=finite,
+        help="Prompts and answers that many times shorter.",
+    ),
 ]
 RateOption = Annotated[
     float,
-    typer.Option("--rate-divisor", "--scale-rate", help="Requests that many times less often, e.g. 0.25."),
+    typer.Option(
+        "--rate-divisor",
+        "--scale-rate",
+        callback=finite,
+        help="Requests that many times less often, e.g. 0.25.",
+    ),
 ]
 RequestsOption = Annotated[int | None, typer.Option("--requests", min=1, help="Only the first ones.")]
 CostOption = Annotated[
@@ -56,7 +70,9 @@ BlocksOption = Annotated[int, typer.Option("--blocks", min=1, help="KV blocks of
 StepTokensOption = Annotated[int | None, typer.Option("--step-tokens", min=1, help="Token budget of a step.")]
 TransferOption = Annotated[
     float | None,
-    typer.Option("--transfer", metavar="GB/S", help="Groups read each other's KV blocks at this rate."),
+    typer.Option(
+        "--transfer", callback=finite, metavar="GB/S", help="Groups read each other's KV blocks at this rate."
+    ),
 ]
 KvBytesOption = Annotated[int, typer.Option("--kv-bytes", min=1, help="Bytes of KV a token.")]
 UniqueOption = Annotated[bool, typer.Option("--no-sharing", help="As if no two prompts began alike.")]
@@ -89,6 +105,8 @@ def simulate_command(
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes(), Phases(terminal) as phases:
         phases.start("reading the trace")
+        if transfer is not None and transfer <= 0:
+            raise CommandFailed(f"--transfer is {transfer:g}: it must be above 0")
         traced = _read(trace, requests, length_divisor, rate_divisor, no_sharing)
         schedule = ScheduleConfig() if step_tokens is None else ScheduleConfig(max_step_tokens=step_tokens)
         reports = []
@@ -157,11 +175,13 @@ def _clusters(groups: int, pools: list[str] | None) -> Iterator[tuple[str, dict[
         for part in text.split(","):
             name, _, number = part.strip().partition("=")
             known = {role.value: role for role in Role}
-            if name not in known or not number.isdecimal() or known[name] in sizes:
+            size = whole_number(number, most=_MOST_GROUPS)
+            if name not in known or size is None or known[name] in sizes:
                 raise CommandFailed(
-                    f"--pools is {text!r}: it must be like prefill=2,decode=6, with pools of {list(known)}"
+                    f"--pools is {text[:100]!r}: it must be like prefill=2,decode=6, with pools of "
+                    f"{', '.join(known)} and at most {_MOST_GROUPS} groups"
                 )
-            sizes[known[name]] = int(number)
+            sizes[known[name]] = size
         yield text, sizes
 
 

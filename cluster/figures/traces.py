@@ -22,7 +22,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 _FIRST_TOKEN = 10  # ids below are special tokens in many vocabularies
 _MAX_LINE_BYTES = 1 << 20
 _MAX_TOKENS = 1 << 24
+_MOST_MS = 1e15  # of a timestamp
 
 
 class TraceError(ValueError):
@@ -63,7 +64,7 @@ def read_trace(file: Path, *, limit: int | None = None) -> list[TraceRequest]:
     try:
         with open_regular(file) as stream:
             requests = list(islice(reader(_lines(stream)), limit))
-    except (TraceError, UnicodeDecodeError) as error:
+    except (TraceError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{file}: {error}") from error
     if not requests:
         raise TraceError(f"{file}: no requests in it")
@@ -138,8 +139,8 @@ def _mooncake(lines: Iterable[str]) -> Iterator[TraceRequest]:
         prompt = _count(entry.get("input_length"), f"{place}: input_length")
         output = _count(entry.get("output_length"), f"{place}: output_length")
         stamp = entry.get("timestamp")
-        if isinstance(stamp, bool) or not isinstance(stamp, int | float):
-            raise TraceError(f"{place}: timestamp is {stamp!r}, it must be milliseconds")
+        if type(stamp) not in (int, float) or not -_MOST_MS < stamp < _MOST_MS:
+            raise TraceError(f"{place}: timestamp is {repr(stamp)[:40]}, it must be milliseconds")
         ids = entry.get("hash_ids")
         if not isinstance(ids, list) or any(type(found) is not int for found in ids):
             raise TraceError(f"{place}: hash_ids is not a list of integers")
@@ -176,9 +177,11 @@ def _azure(lines: Iterable[str]) -> Iterator[TraceRequest]:
             raise TraceError(f"{place}: {len(row)} columns instead of {len(heading)}")
         stamp, prompt, output = (row[column] for column in columns)
         try:
-            at = datetime.fromisoformat(stamp.strip()).timestamp()
+            moment = datetime.fromisoformat(stamp.strip())
         except ValueError as error:
-            raise TraceError(f"{place}: TIMESTAMP {stamp!r} is no date and time") from error
+            raise TraceError(f"{place}: TIMESTAMP {stamp[:40]!r} is no date and time") from error
+        # Without a zone the hours of this machine's, some of which are repeated or left out, are not meant.
+        at = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
         first = at if first is None else first
         before = _in_order(at, before, place)
         yield TraceRequest(
@@ -197,7 +200,9 @@ def _integer(text: str) -> object:
 
 def _count(value: object, name: str) -> int:
     if type(value) is not int or not 1 <= value <= _MAX_TOKENS:
-        raise TraceError(f"{name} is {value!r}, it must be a number of tokens of at least 1")
+        raise TraceError(
+            f"{name} is {repr(value)[:40]}, it must be a number of tokens from 1 to {_MAX_TOKENS}"
+        )
     return value
 
 

@@ -182,7 +182,12 @@ def test_failures_are_told(bench: Bench, tiny_model: Path) -> None:
     bench.result = MeasuringFailed("no memory left")
     done = bench.run("sweep", str(tiny_model))
     assert (done.exit_code, "no memory left" in done.stderr) == (1, True)
-    assert "--batches '1,x'" in bench.run("sweep", str(tiny_model), "--batches", "1,x").stderr
+    for batches in ("1,x", "0,1", "", "4097", "9" * 5000):
+        done = bench.run("sweep", str(tiny_model), "--batches", batches)
+        assert (done.exit_code, f"--batches '{batches[:100]}': give numbers from 1" in done.stderr) == (
+            1,
+            True,
+        )
     bench.outcomes = ServerUnusable("nobody there")
     assert "nobody there" in bench.run("serve", "--requests", "2").stderr
     assert "--rate '0'" in bench.run("serve", "--rate", "0").stderr

@@ -165,6 +165,8 @@ def test_commands_at_the_terminal(tmp_path: Path) -> None:
     assert talk.run("/save") == "give a file name: /save talk.json"
     assert talk.run("/set top_p 0.9") == "top_p 0.9"
     assert talk.run("/set") == "top_p 0.9"
+    assert talk.run("/set top_p nan") == "top_p takes a finite number, not 'nan'"
+    assert talk.run("/set top_p x") == "top_p takes a value of type float, not 'x'"
     assert talk.run("/set top_p") == "top_p is the server's again"
     assert talk.run("/set temprature 1") == "no setting temprature; did you mean temperature?"
     assert talk.run("/sytem x") == "no command /sytem; did you mean /system?"

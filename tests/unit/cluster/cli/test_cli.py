@@ -211,3 +211,27 @@ def test_a_disk_that_refuses_is_one_sentence(world: World) -> None:
     done = world.run("deploy", world.file(), "--dashboard", world.server.url)
     assert (done.exit_code, type(done.exception)) == (1, SystemExit)
     assert done.stderr.splitlines()[-1] == f"error: {world.folder / 'locks'}: File exists"
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("serve", "--timeout-s"),
+        ("deploy x.yaml", "--timeout-s"),
+        ("scale unified=1", "--timeout-s"),
+        ("down", "--timeout-s"),
+        ("bench calibrate", "--seconds"),
+        ("bench serve", "--ttft --tpot --timeout-s"),
+        ("bench replay x.csv", "--length-divisor --rate-divisor --ttft --tpot --timeout-s"),
+        ("plan", "--efficiency --ttft --tpot --rate --length-divisor --rate-divisor"),
+        ("simulate x.csv", "--length-divisor --rate-divisor --transfer"),
+        ("dashboards check", "--minutes"),
+        ("dashboards preview", "--minutes"),
+    ],
+)
+def test_a_number_that_is_none_is_refused(world: World, command: str, options: str) -> None:
+    for option in options.split():
+        for value in ("nan", "inf"):
+            done = world.run(*command.split(), option, value)
+            assert done.exit_code == 2, (option, value)
+            assert f"Invalid value for '{option}'" in done.stderr

@@ -1,6 +1,7 @@
 """Traces: both forms, scaling, and prompts that share exactly the beginnings the trace says."""
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,6 +54,20 @@ def test_azure(tmp_path: Path) -> None:
     assert second.prefix_ids == ()
 
 
+def test_times_without_a_zone_are_in_order_where_clocks_are_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """02:59:50 and 03:00:10 of that night were an hour and 20 seconds apart in Berlin."""
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        _, second = read_trace(azure(tmp_path, "2023-10-29 02:59:50,1,1", "2023-10-29 03:00:10,1,1"))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert second.arrival_s == 20.0
+
+
 def test_lengths_and_rate_are_divided(tmp_path: Path) -> None:
     file = mooncake(tmp_path, entry(0, 1024, [0, 1], output=1), entry(1000, 600, [0, 2], output=40))
     first, second = scaled(read_trace(file), length_divisor=32, rate_divisor=10)
@@ -100,6 +115,10 @@ def test_means(tmp_path: Path) -> None:
         (entry(0, 513, [1]), r"line 1: 1 hash_ids for 513 tokens, 2 blocks"),
         (entry(0, 5, [1], output=True), "line 1: output_length is True"),
         ({**entry(0, 5, [1]), "timestamp": "now"}, "line 1: timestamp is 'now'"),
+        ({**entry(0, 5, [1]), "timestamp": float("nan")}, "line 1: timestamp is nan"),
+        ({**entry(0, 5, [1]), "timestamp": float("inf")}, "line 1: timestamp is inf"),
+        ({**entry(0, 5, [1]), "timestamp": 10**400}, "line 1: timestamp is 10000"),
+        (entry(0, 1 << 25, [1]), "line 1: input_length is 33554432, it must be a number of tokens from 1 to"),
         ({**entry(0, 5, [1]), "hash_ids": ["a"]}, "line 1: hash_ids is not"),
     ],
 )
@@ -120,6 +139,8 @@ def test_requests_out_of_order_are_refused(tmp_path: Path) -> None:
         ("yesterday,1,1", "line 2: TIMESTAMP 'yesterday'"),
         ("2023-11-16 18:17:03,-4,1", "line 2: ContextTokens is '-4'"),
         ("2023-11-16 18:17:03,4,0", "line 2: GeneratedTokens is 0"),
+        ("2023-11-16 18:17:03,4," + "1" * 200_000, "field larger than field limit"),
+        ("0001-01-01 00:00:00,-4,1", "line 2: ContextTokens is '-4'"),
     ],
 )
 def test_mistakes_in_csv_are_named(tmp_path: Path, row: str, message: str) -> None:
