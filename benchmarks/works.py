@@ -105,10 +105,7 @@ WEIGHT_FORMATS = {
 
 
 def limit(work: Work, spec: ModelSpec, weights: WeightFormat, roofs: Roofs) -> float:
-    """The best figure possible, as `cluster.plan.roofline` counts it; scales of quantized weights left out.
-
-    Attention is counted at the format's rate too, which only makes the limit higher.
-    """
+    """The best figure possible, as `cluster.plan.roofline` counts it, without scales of quantized weights."""
     load = Load(
         spec=spec,
         weight_bytes=(layer_linear_parameters(spec) + head_parameters(spec)) * weights.weight_bytes,

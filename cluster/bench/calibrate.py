@@ -107,6 +107,8 @@ class _Session:
             for step in self._run(1, min(length, self._longest), 1).steps:
                 self._seconds[step.shape].append(step.seconds)
         for batch, length in _DECODES:
+            if not self._holds(batch, min(length, self._longest) + _NEW_TOKENS):
+                continue
             report(f"decode batch {batch}, context {length}")
             steps = self._run(batch, min(length, self._longest), _NEW_TOKENS).steps
             decoding = _full_rows(steps, batch)
@@ -115,7 +117,8 @@ class _Session:
                 for step in steps:
                     if step.shape.prefill_tokens:
                         self._seconds[step.shape].append(step.seconds)
-            if (batch, length) in _CHECK_AFTER:
+            tokens = max(self._check_prompt + 1, self._check_context + _CHECK_TOKENS)
+            if (batch, length) in _CHECK_AFTER and self._holds(batch, tokens):
                 report(f"check batch {batch}")
                 self._check(batch)
 
@@ -137,7 +140,7 @@ class _Session:
     def checks(self, cost: StepCost) -> list[dict[str, Any]]:
         """Measured beside predicted rates, in tokens a second, on shapes that were not fitted."""
         rows = []
-        for batch, _ in _CHECK_AFTER:
+        for batch in sorted(self._decode):
             context = self._check_context + _CHECK_TOKENS // 2
             decode = cost.decode_tokens_per_s(batch, context)
             prefill = cost.prefill_tokens_per_s(self._check_prompt, prompts=batch)
@@ -157,6 +160,12 @@ class _Session:
                     }
                 )
         return rows
+
+    def _holds(self, batch: int, tokens: int) -> bool:
+        """Whether so many sequences of so many tokens fit the KV pool at the same time, with a block to
+        spare for each."""
+        found = self._engine.facts
+        return batch * (-(-tokens // found.block_size) + 1) <= found.num_blocks
 
     def _run(self, batch: int, length: int, new_tokens: int) -> EngineRun:
         self._meter.sample()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -41,11 +43,17 @@ def measure(order: Order, report: Callable[[str], None], *, timeout_s: float) ->
         stdout=subprocess.PIPE,
         env=child_environment(),
     ) as process:
-        watch = threading.Timer(timeout_s, process.kill)
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            process.kill()
+
+        watch = threading.Timer(timeout_s, give_up)
         watch.start()
         try:
             assert process.stdin is not None and process.stdout is not None
-            with process.stdin as pipe:
+            with suppress(BrokenPipeError), process.stdin as pipe:  # of one that has ended already
                 pipe.write(msgspec.json.encode(order))
             for line in process.stdout:
                 said: Any = _parsed(line)
@@ -56,11 +64,17 @@ def measure(order: Order, report: Callable[[str], None], *, timeout_s: float) ->
                 elif "result" in said:
                     result: Mapping[str, Any] = said["result"]
                     return result
+            with suppress(subprocess.TimeoutExpired):  # it has closed its output, so it is ending
+                process.wait(_STOP_TIMEOUT_S)
         finally:
             watch.cancel()
             _end(process)
-    if process.returncode < 0 and not watch.is_alive():
+    if is_late.is_set():
         raise MeasuringFailed(f"not done within {timeout_s:g} s: measure less, or on a quieter machine")
+    if process.returncode < 0:
+        number = signal.Signals(-process.returncode)
+        why = ", as for want of memory" if number == signal.SIGKILL else ""
+        raise MeasuringFailed(f"the measuring program was ended by {number.name}{why}")
     raise MeasuringFailed(f"the measuring program ended with code {process.returncode}; it said why above")
 
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from cluster.bench.client import CompletionClient, ServedModel, completion_body, wait_until
 from cluster.bench.latency import Outcome
-from cluster.figures.traces import TraceRequest, prompt_tokens
+from cluster.figures.traces import FIRST_TOKEN, TraceRequest, prompt_tokens
 
 _HEAD_START_S = 0.2  # between the start of a run and its first arrival
-_FIRST_TOKEN = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ def poisson(
 ) -> Iterator[Due]:
     """Arrivals of a Poisson process; random prompts whose first `shared` tokens are all the same."""
     drawn = random.Random(seed)
-    ids = range(_FIRST_TOKEN, vocab_size)
+    ids = range(FIRST_TOKEN, vocab_size)
     beginning = drawn.choices(ids, k=min(shared, prompt))
     due_s = 0.0
     for number in range(requests):

@@ -63,7 +63,8 @@ class GpuRoofMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = torch.ones(GPU_READ_BYTES // 4, dtype=torch.float32, device=device)
+        read_bytes = min(GPU_READ_BYTES, torch.cuda.mem_get_info(device)[0] // 2)  # the engine has its share
+        self._memory = torch.ones(read_bytes // 4, dtype=torch.float32, device=device)
         self._left = torch.randn(GPU_SQUARE, GPU_SQUARE, device=device).bfloat16()
         self._reads: list[float] = []
         self._products: list[float] = []

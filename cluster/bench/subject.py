@@ -6,9 +6,8 @@ import random
 
 from cluster.bench.engine import BenchEngine
 from cluster.bench.orders import EngineSettings
+from cluster.figures.traces import FIRST_TOKEN
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
-
-_FIRST_TOKEN = 10  # ids below are special tokens in many vocabularies
 
 
 def open_engine(settings: EngineSettings) -> BenchEngine:
@@ -36,4 +35,4 @@ class Prompts:
 
     def take(self, batch: int, length: int) -> list[list[int]]:
         """`batch` prompts that have nothing in common."""
-        return [self._random.choices(range(_FIRST_TOKEN, self._vocab_size), k=length) for _ in range(batch)]
+        return [self._random.choices(range(FIRST_TOKEN, self._vocab_size), k=length) for _ in range(batch)]

@@ -8,25 +8,22 @@ over the read ceiling, operations over the matrix ceiling; the larger of the two
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from cluster.bench.engine import EngineRun
 from cluster.bench.orders import SweepOrder
-from cluster.bench.report import Report, Row
+from cluster.bench.report import Report
 from cluster.bench.roofs import roof_meter
 from cluster.bench.subject import Prompts, open_engine
+from cluster.figures.number_formats import element_bytes
 from cluster.figures.percentile import percentile
-from cluster.plan.arithmetic import kv_bytes_per_token, read_bytes
 from cluster.plan.devices import Roofs
 from cluster.plan.roofline import Load
-from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 
-_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _ROOF_SAMPLES = 3  # before each batch, a tenth of a second each
-_QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16
 
 
 def sweep(order: SweepOrder, report: Callable[[str], None]) -> dict[str, Any]:
@@ -35,7 +32,7 @@ def sweep(order: SweepOrder, report: Callable[[str], None]) -> dict[str, Any]:
     spec = Checkpoint(order.engine.model).spec
     with open_engine(order.engine) as engine:
         found = engine.facts
-        load = load_of(spec, found.dtype, order.engine.quantization)
+        load = Load.of(spec, element_bytes=element_bytes(found.dtype), quantization=order.engine.quantization)
         meter = roof_meter(found.device)
         prompts = Prompts(found.limits.vocab_size)
         engine.run(prompts.take(2, 32), 4)  # memory and code are touched once, untimed
@@ -79,17 +76,6 @@ def sweep(order: SweepOrder, report: Callable[[str], None]) -> dict[str, Any]:
                 "samples": meter.samples(),
             },
         ).content()
-
-
-def load_of(spec: ModelSpec, dtype: str, quantization: str) -> Load:
-    """The model as the engine runs it."""
-    element = _ELEMENT_BYTES[dtype]
-    return Load(
-        spec=spec,
-        weight_bytes=read_bytes(spec, element_bytes=element, quantization=quantization),
-        kv_bytes=kv_bytes_per_token(spec, element_bytes=element),
-        speedup=1.0 if quantization == "none" else _QUANTIZED_SPEEDUP,
-    )
 
 
 def row_of(
@@ -141,11 +127,6 @@ def mark_knee(rows: Sequence[dict[str, Any]]) -> None:
         if slower > more:
             row["is_knee"] = True
             return
-
-
-def above_limit(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
-    """Rows that physics forbids: the ceilings were measured in a worse moment than the batches."""
-    return [row for row in rows if row["limit_share"] > 1.0]
 
 
 def _decode_seconds(run: EngineRun, batch: int) -> float:

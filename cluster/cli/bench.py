@@ -33,6 +33,7 @@ app.command()(replay)
 _LOAD_S = 300.0  # longest time to load a model, beside the measuring itself
 _MOST_BATCH = 4096
 _PATIENCE = 20.0  # times as long as it should take, on a busy machine
+_TOKEN_S = 0.1  # that a token may take, of a large model on a busy machine
 
 ModelArgument = Annotated[
     str,
@@ -114,7 +115,7 @@ def sweep(
         )
         order = SweepOrder(engine=settings, batches=sizes, prompt_tokens=prompt, new_tokens=output, runs=runs)
         tokens = runs * sum(sizes) * (prompt + output)
-        content = _measured(terminal, services, order, timeout_s=_LOAD_S + 0.1 * _PATIENCE * tokens)
+        content = _measured(terminal, services, order, timeout_s=_LOAD_S + _TOKEN_S * tokens)
         _finish(terminal, content, out, png, bench_tables.print_sweep)
 
 
@@ -138,7 +139,7 @@ def kv_cache(
         settings = EngineSettings(model=str(folder), dtype=dtype)
         order = KvCacheOrder(engine=settings, prompt_tokens=prompt, new_tokens=output)
         passes = output * (prompt + output)
-        content = _measured(terminal, services, order, timeout_s=_LOAD_S + 0.1 * passes)
+        content = _measured(terminal, services, order, timeout_s=_LOAD_S + _TOKEN_S * passes)
         _finish(terminal, content, out, png, bench_tables.print_kv_cache)
 
 

@@ -111,10 +111,6 @@ class StepCost:
         """Tokens a second of the whole batch."""
         return batch / self.decode_step_seconds(batch, context)
 
-    def turning_tokens(self) -> float:
-        """Tokens in a step from which the products take longer than reading the weights; inf without them."""
-        return self.weights_s / self.token_s if self.token_s else math.inf
-
     def _rows_s(self, batch: float, context: float) -> float:
         return batch * (self.row_s + self.context_token_s * context)
 

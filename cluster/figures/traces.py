@@ -30,7 +30,7 @@ from typing import Any
 from workers.regular_file import open_regular
 
 MOONCAKE_BLOCK_TOKENS = 512
-_FIRST_TOKEN = 10  # ids below are special tokens in many vocabularies
+FIRST_TOKEN = 10  # ids below are special tokens in many vocabularies
 _MAX_LINE_BYTES = 1 << 20
 _MAX_TOKENS = 1 << 24
 _MOST_MS = 1e15  # of a timestamp
@@ -110,11 +110,11 @@ def prompt_tokens(request: TraceRequest, vocab_size: int) -> list[int]:
 
 def _run(name: str, length: int, vocab_size: int) -> list[int]:
     """Tokens that depend on the name alone; a shorter run is the beginning of a longer one."""
-    if vocab_size <= _FIRST_TOKEN:
-        raise ValueError(f"a vocabulary of {vocab_size} is too small: more than {_FIRST_TOKEN} are needed")
+    if vocab_size <= FIRST_TOKEN:
+        raise ValueError(f"a vocabulary of {vocab_size} is too small: more than {FIRST_TOKEN} are needed")
     numbers = array("I", hashlib.shake_128(name.encode()).digest(4 * length))
-    span = vocab_size - _FIRST_TOKEN
-    return [_FIRST_TOKEN + number % span for number in numbers]
+    span = vocab_size - FIRST_TOKEN
+    return [FIRST_TOKEN + number % span for number in numbers]
 
 
 def _lines(stream: Iterable[bytes]) -> Iterator[str]:

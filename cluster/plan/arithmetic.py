@@ -54,8 +54,7 @@ def weight_bytes(
         for outputs, inputs in _layer_matrices(spec, rank, tensor_parallel)
     )
     embedding = vocab * spec.hidden_size * element_bytes
-    head_quantization = "int8" if quantization == "int4" else quantization  # as Quantization.of_head
-    head = matrix_bytes(vocab, spec.hidden_size, element_bytes, head_quantization)
+    head = matrix_bytes(vocab, spec.hidden_size, element_bytes, _of_head(quantization))
     is_shared = is_tied and quantization == "none"
     return matrices + embedding + (0 if is_shared else head) + _small_parameters(spec) * element_bytes
 
@@ -71,11 +70,15 @@ def read_bytes(
     """What a rank reads of the weights in a step: all matrices and the head once, of the embedding next to
     nothing."""
     vocab = len(spec.vocab_of_rank(rank, tensor_parallel))
-    head_quantization = "int8" if quantization == "int4" else quantization
     return spec.num_layers * sum(
         matrix_bytes(outputs, inputs, element_bytes, quantization)
         for outputs, inputs in _layer_matrices(spec, rank, tensor_parallel)
-    ) + matrix_bytes(vocab, spec.hidden_size, element_bytes, head_quantization)
+    ) + matrix_bytes(vocab, spec.hidden_size, element_bytes, _of_head(quantization))
+
+
+def _of_head(quantization: str) -> str:
+    """As `workers.kernels.quantized.Quantization.of_head`."""
+    return "int8" if quantization == "int4" else quantization
 
 
 def matrix_bytes(outputs: int, inputs: int, element_bytes: int, quantization: str) -> int:

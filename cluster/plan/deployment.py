@@ -57,7 +57,7 @@ def deployment_text(
 def _pool(
     pool: PoolProposal, device: Device, shape: Shape, memory: MemoryPlan, cores: int | None
 ) -> Mapping[str, Any]:
-    """cores: what a group takes when it is to have a machine of its own."""
+    """cores: what a group takes, its ranks together, when it is to have a machine of its own."""
     cache: dict[str, Any] = {"block_size": memory.block_size}
     if device.is_gpu:
         cache["memory_fraction"] = memory.cache.memory_fraction
@@ -74,9 +74,9 @@ def _pool(
     }
     if device.is_gpu:
         found["parallel"] = {"device": "cuda"}
-        if pool.tensor_parallel > 1:
-            found["placement"] = "STRICT_PACK"
     elif cores is not None:
-        found["cpus_per_rank"] = cores
-        found["placement"] = "SPREAD"
+        whole, rest = divmod(cores, pool.tensor_parallel)
+        found["cpus_per_rank"] = cores / pool.tensor_parallel if rest else whole
+    if pool.tensor_parallel > 1:  # its speed is that of ranks on one machine
+        found["placement"] = "STRICT_PACK"
     return found

@@ -18,7 +18,6 @@ from cluster.plan.proposal import GroupLimits, NotReachable, Proposal, propose_a
 from cluster.plan.roofline import Load
 from workers.model.spec import legal_tensor_parallel
 
-_QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16
 _MOST_RANKS = 8  # ranks of a group belong on one machine
 _REDUCE_LATENCY_S = 10e-6  # of one all-reduce of a few rows
 PREFILL_LENGTHS = (512, 2048)
@@ -177,6 +176,7 @@ def propose(
         group = GroupLimits(
             cost=split_cost(plan.model, plan.device, plan.speed, replace(plan.shape, tensor_parallel=size)),
             tensor_parallel=size,
+            devices=size if plan.device.is_gpu else 1,
             step_tokens=plan.shape.schedule.max_step_tokens,
             pool_tokens=memory.num_tokens,
             max_running=plan.shape.schedule.max_running,
@@ -201,8 +201,7 @@ def propose(
 
 def load_of(model: PlannedModel, shape: Shape) -> Load:
     """The model as it is to run."""
-    load = Load.of(model.spec, element_bytes=shape.element_bytes, quantization=shape.quantization)
-    return load if shape.quantization == "none" else replace(load, speedup=_QUANTIZED_SPEEDUP)
+    return Load.of(model.spec, element_bytes=shape.element_bytes, quantization=shape.quantization)
 
 
 def split_cost(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> StepCost:

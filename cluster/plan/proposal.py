@@ -32,6 +32,7 @@ class GroupLimits:
 
     cost: StepCost
     tensor_parallel: int
+    devices: int  # one a rank; ranks on CPUs share a machine
     step_tokens: int
     pool_tokens: int  # of its KV cache
     max_running: int
@@ -44,6 +45,7 @@ class PoolProposal:
     role: str  # unified, prefill or decode
     groups: int
     tensor_parallel: int
+    devices: int  # of all groups
     batch: float  # requests that decode in a group at the same time; 0 in prefill
     busy: float  # share of the time in steps with prompts; in decode, of the batch that it is planned for
 
@@ -59,7 +61,7 @@ class Proposal:
 
     @property
     def devices(self) -> int:
-        return sum(pool.groups * pool.tensor_parallel for pool in self.pools)
+        return sum(pool.devices for pool in self.pools)
 
     @property
     def ratio(self) -> str:
@@ -85,6 +87,7 @@ def propose_unified(demand: Demand, targets: Targets, group: GroupLimits) -> Pro
                 role="unified",
                 groups=groups,
                 tensor_parallel=group.tensor_parallel,
+                devices=groups * group.devices,
                 batch=state.batch,
                 busy=state.busy,
             )
@@ -117,6 +120,7 @@ def propose_apart(demand: Demand, targets: Targets, group: GroupLimits) -> Propo
         role="prefill",
         groups=groups,
         tensor_parallel=group.tensor_parallel,
+        devices=groups * group.devices,
         batch=0.0,
         busy=queue.busy(demand.rate / groups),
     )
@@ -124,6 +128,7 @@ def propose_apart(demand: Demand, targets: Targets, group: GroupLimits) -> Propo
         role="decode",
         groups=decode_groups,
         tensor_parallel=group.tensor_parallel,
+        devices=decode_groups * group.devices,
         batch=batch,
         busy=batch / most,
     )

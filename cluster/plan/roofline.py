@@ -23,13 +23,15 @@ from cluster.plan.arithmetic import (
 from cluster.plan.devices import Device, Roofs
 from workers.model.architecture import ModelSpec
 
+_QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What a step needs, whoever computes it."""
 
     read_bytes: float
-    flop: float
+    flop: float  # of bfloat16: of products that are twice as fast, half as many
 
     @property
     def intensity(self) -> float:
@@ -51,7 +53,7 @@ class Load:
     spec: ModelSpec
     weight_bytes: float  # read once a step
     kv_bytes: int  # of a token
-    speedup: float = 1.0  # of products over bfloat16 ones
+    speedup: float = 1.0  # of products with weights over bfloat16 ones; attention is not quantized
 
     @classmethod
     def of(cls, spec: ModelSpec, *, element_bytes: int = 2, quantization: str = "none") -> Load:
@@ -59,21 +61,25 @@ class Load:
             spec=spec,
             weight_bytes=read_bytes(spec, element_bytes=element_bytes, quantization=quantization),
             kv_bytes=kv_bytes_per_token(spec, element_bytes=element_bytes),
+            speedup=1.0 if quantization == "none" else _QUANTIZED_SPEEDUP,
         )
 
     def decode(self, batch: int, context: int) -> Work:
         """One token for each of `batch` sequences of `context` tokens."""
         seen = batch * attended_tokens(self.spec, context)
-        flop = linear_flop(self.spec, batch) + head_flop(self.spec, batch) + seen * pair_flop(self.spec)
-        return Work(read_bytes=self.weight_bytes + seen * self.kv_bytes, flop=flop / self.speedup)
+        products = (linear_flop(self.spec, batch) + head_flop(self.spec, batch)) / self.speedup
+        return Work(
+            read_bytes=self.weight_bytes + seen * self.kv_bytes,
+            flop=products + seen * pair_flop(self.spec),
+        )
 
     def prefill(self, tokens: int, cached: int = 0) -> Work:
         """`tokens` new ones of a prompt in one step, up to the logits of the last."""
         attention = attended_pairs(self.spec, tokens, cached) * pair_flop(self.spec)
-        flop = linear_flop(self.spec, tokens) + head_flop(self.spec) + attention
+        products = (linear_flop(self.spec, tokens) + head_flop(self.spec)) / self.speedup
         return Work(
             read_bytes=self.weight_bytes + attended_tokens(self.spec, cached) * self.kv_bytes,
-            flop=flop / self.speedup,
+            flop=products + attention,
         )
 
     def turning_batch(self, roofs: Roofs | Device, context: int = 0) -> float:
@@ -86,16 +92,17 @@ class Load:
             return math.inf
         return none / roofs.read_bytes_per_s / (per_row_flop - per_row_read)
 
-    def step_cost(self, device: Device, *, tensor_parallel: int = 1, efficiency: float = 1.0) -> StepCost:
-        """Of steps that reach this share of the ceilings; all ranks alike, their traffic free."""
-        read = device.read_bytes_per_s * efficiency * tensor_parallel
-        flop = device.flop_per_s * efficiency * tensor_parallel * self.speedup
+    def step_cost(self, device: Device, *, efficiency: float = 1.0) -> StepCost:
+        """Of steps of one rank that reach this share of the ceilings."""
+        read = device.read_bytes_per_s * efficiency
+        flop = device.flop_per_s * efficiency
+        products = flop * self.speedup
         pair = pair_flop(self.spec) / flop
         return StepCost(
             overhead_s=0.0,
             weights_s=self.weight_bytes / read,
-            token_s=linear_flop(self.spec, 1) / flop,
-            row_s=head_flop(self.spec) / flop,
+            token_s=linear_flop(self.spec, 1) / products,
+            row_s=head_flop(self.spec) / products,
             context_token_s=max(self.kv_bytes / read, pair),
             pair_s=pair,
             blend=2.0,

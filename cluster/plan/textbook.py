@@ -9,8 +9,6 @@ from cluster.plan.arithmetic import kv_bytes_per_token, prefill_flop, textbook_p
 from cluster.plan.devices import Device
 from cluster.plan.models import PlannedModel
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextbookFigures:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from cluster.figures.percentile import percentile
 from cluster.simulate.run import Outcome
 
 
@@ -48,15 +49,11 @@ class Report:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Percentiles by nearest rank; zeros for nothing."""
-    ordered = sorted(values)
-    if not ordered:
+    """Of some values; zeros for none."""
+    if not values:
         return Spread(mean=0.0, p50=0.0, p90=0.0, p99=0.0)
-
-    def at(percent: int) -> float:
-        return ordered[max(-(-len(ordered) * percent // 100), 1) - 1]
-
-    return Spread(mean=fmean(ordered), p50=at(50), p90=at(90), p99=at(99))
+    p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
+    return Spread(mean=fmean(values), p50=p50, p90=p90, p99=p99)
 
 
 def report(cluster: str, outcome: Outcome) -> Report:

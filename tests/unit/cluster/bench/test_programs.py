@@ -3,11 +3,15 @@
 import io
 import json
 import math
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from cluster.bench.calibrate import calibrate
 from cluster.bench.chart import main
 from cluster.bench.child import MeasuringFailed, measure
 from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, SweepOrder
@@ -86,6 +90,24 @@ def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_child_that_takes_too_long_is_ended(tiny_model: Path) -> None:
     with pytest.raises(MeasuringFailed, match=r"not done within 0\.5 s"):
         measure(CalibrateOrder(engine=settings(tiny_model)), lambda text: None, timeout_s=0.5)
+
+
+def test_a_child_that_is_killed_is_not_said_to_be_late(tiny_model: Path) -> None:
+    def kill(said: str) -> None:
+        (child,) = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+
+    with pytest.raises(MeasuringFailed, match="was ended by SIGKILL, as for want of memory"):
+        measure(CalibrateOrder(engine=settings(tiny_model)), kill, timeout_s=60.0)
+
+
+def test_shapes_that_the_pool_does_not_hold_are_left_out(tiny_model: Path) -> None:
+    """256 blocks of 16 tokens do not hold 32 sequences of 128 tokens with a block to spare for each."""
+    small = EngineSettings(model=str(tiny_model), threads=1, max_bytes=MIB)
+    result = calibrate(CalibrateOrder(engine=small, seconds=1.0), lambda said: None)
+    assert result["pool"]["num_blocks"] == 256
+    assert max(sample["decode_rows"] for sample in result["samples"]) == 16
+    assert {row["batch"] for row in result["checks"]} == {1, 8}
 
 
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,11 +45,6 @@ def test_without_products_or_weights_the_other_stays() -> None:
     assert replace(SUM, weights_s=0.0, token_s=0.0).seconds(shape) == 1.0
 
 
-def test_the_turn_is_where_products_take_as_long_as_weights() -> None:
-    assert SUM.turning_tokens() == 16.0
-    assert replace(SUM, token_s=0.0).turning_tokens() == math.inf
-
-
 @pytest.mark.parametrize(("tokens", "cached", "pairs"), [(1, 0, 1), (4, 0, 10), (4, 8, 42), (0, 5, 0)])
 def test_causal_pairs(tokens: int, cached: int, pairs: int) -> None:
     assert causal_pairs(tokens, cached) == pairs == sum(cached + i + 1 for i in range(tokens))

@@ -115,6 +115,18 @@ def test_decode_limits(llama: PlannedModel) -> None:
     assert 1.99 < load.weight_bytes / int8.weight_bytes < 2
 
 
+def test_attention_is_not_faster_with_quantized_weights(llama: PlannedModel) -> None:
+    load, int8 = Load.of(llama.spec), Load.of(llama.spec, quantization="int8")
+    attention = pair_flop(llama.spec) * attended_pairs(llama.spec, 2048)
+    assert int8.prefill(2048).flop == pytest.approx((load.prefill(2048).flop + attention) / 2)
+    assert int8.decode(8, 2048).flop == pytest.approx(
+        (load.decode(8, 2048).flop + 8 * 2048 * pair_flop(llama.spec)) / 2
+    )
+    cost, fast = load.step_cost(A100), int8.step_cost(A100)
+    assert (fast.token_s, fast.row_s) == (cost.token_s / 2, cost.row_s / 2)
+    assert (fast.pair_s, fast.context_token_s) == (cost.pair_s, cost.context_token_s)
+
+
 def test_decode_is_bound_by_bandwidth_and_prefill_by_products(llama: PlannedModel) -> None:
     load = Load.of(llama.spec)
     assert load.decode(1, 2048).is_bandwidth_bound(A100)

@@ -144,6 +144,22 @@ def test_many_machines_of_this_kind_get_a_group_each(world: World, tiny_model: P
     assert {pool.cpus_per_rank for pool in config.pools.by_name().values()} == {usable_cores()}
 
 
+def test_ranks_on_cpus_share_a_machine_and_count_as_one(
+    world: World, tiny_model: Path, tmp_path: Path
+) -> None:
+    keep_calibration(calibration(str(find_model(str(tiny_model)).model_hash("none"))))
+    out = tmp_path / "plan.yaml"
+    arguments = (
+        *("plan", str(tiny_model), "--context", "128", "--ttft", "2000", "--tpot", "50", "--rate", "40"),
+        *("--prompt", "100", "--output", "20", "--tensor-parallel", "2"),
+    )
+    facts = json.loads(world.run(*arguments, "--json", "-o", str(out)).stdout)["proposal"]
+    assert facts["devices"] == sum(pool["groups"] for pool in facts["pools"]) > 1
+    for pool in load_deployment(out).config.pools.by_name().values():
+        assert (pool.tensor_parallel, pool.placement) == (2, "STRICT_PACK")
+        assert pool.cpus_per_rank * 2 == usable_cores()
+
+
 def test_a_trace_is_a_demand(world: World, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:17:{i:02d},400,40" for i in range(0, 60, 2)]

@@ -21,7 +21,12 @@ FLAT = StepCost(
 
 def group(cost: StepCost = FLAT, *, pool_tokens: int = 100_000, max_running: int = 128) -> GroupLimits:
     return GroupLimits(
-        cost=cost, tensor_parallel=1, step_tokens=512, pool_tokens=pool_tokens, max_running=max_running
+        cost=cost,
+        tensor_parallel=1,
+        devices=1,
+        step_tokens=512,
+        pool_tokens=pool_tokens,
+        max_running=max_running,
     )
 
 
