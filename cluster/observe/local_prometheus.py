@@ -1,19 +1,20 @@
 """Debian's Prometheus on this machine, for looking at a cluster without any other setup.
 
 It listens on the loopback address, keeps its data in a folder of its own that goes when it ends, and runs as
-long as the command that started it.
+long as the command that started it: when that is killed, a guardian ends it.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,25 +22,28 @@ from typing import Any, Final
 import httpx
 import yaml
 
+from cluster.launch.guardian import Guardian
+from cluster.launch.marked import MARK
+from cluster.launch.ports import check_port
 from cluster.observe.prometheus_api import ObserveError
 from dashboards import alerts
 
 _START_S: Final = 30.0
 _STOP_S: Final = 10.0
 _RULES: Final = "alerts.yml"
-UNPACKED: Final = Path.home() / ".cache" / "tandem" / "prometheus" / "usr" / "bin"
 
 
-def find_program(name: str, *, unpacked: Path = UNPACKED) -> Path | None:
+def find_program(name: str, *, unpacked: Path | None = None) -> Path | None:
     """`prometheus` or `promtool`: installed, or unpacked into ~/.cache/tandem/prometheus."""
     installed = shutil.which(name)
     if installed is not None:
         return Path(installed)
-    program = unpacked / name
+    folder = unpacked or Path.home() / ".cache" / "tandem" / "prometheus" / "usr" / "bin"
+    program = folder / name
     return program if os.access(program, os.X_OK) else None
 
 
-def need_prometheus(*, unpacked: Path = UNPACKED) -> Path:
+def need_prometheus(*, unpacked: Path | None = None) -> Path:
     """Raises ObserveError where there is none."""
     program = find_program("prometheus", unpacked=unpacked)
     if program is None:
@@ -68,9 +72,14 @@ def running(
     data: Path | None = None,
 ) -> Iterator[LocalPrometheus]:
     """A Prometheus that answers, until the block ends. `config`: the scrape config, given the folder in
-    which it may put files. `data`: blocks to look at instead of an empty store. Raises ObserveError."""
-    with tempfile.TemporaryDirectory(prefix="tandem-prometheus-") as name:
-        folder = Path(name)  # only its owner may look into it
+    which it may put files. `data`: blocks to look at instead of an empty store. Raises ObserveError, and
+    LaunchError for a port that is taken."""
+    check_port("127.0.0.1", port)  # or another Prometheus there would be taken for ours
+    with ExitStack() as undo:
+        folder = Path(tempfile.mkdtemp(prefix="tandem-prometheus-"))  # only its owner may look into it
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        mark = secrets.token_hex(8)
+        undo.callback(Guardian.start(mark, folder).dismiss)
         (folder / _RULES).write_text(yaml.safe_dump(alerts.rules(), sort_keys=False), encoding="utf-8")
         file = folder / "prometheus.yml"
         file.write_text(yaml.safe_dump(dict(config(folder)), sort_keys=False), encoding="utf-8")
@@ -87,14 +96,13 @@ def running(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, MARK: mark},
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_ready(process, url, log)
-            yield LocalPrometheus(url, process)
-        finally:
-            _stop(process)
+        undo.callback(_stop, process)
+        url = f"http://127.0.0.1:{port}"
+        _wait_ready(process, url, log)
+        yield LocalPrometheus(url, process)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
