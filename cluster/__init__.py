@@ -12,7 +12,8 @@ plan         what fits on a machine, how fast it is, and a deployment that meets
 simulate     a cluster in virtual time
 bench        measuring this machine, the engine, and running servers
 observe      dashboards checked, pushed to Grafana, drawn; a Prometheus on this machine
-child        programs of this package as child processes
 figures      what plan, simulate, bench and scaling share
 ray          files for `ray up`
+child        programs of this package as child processes
+whole_file   files that are there whole or not at all
 """

@@ -17,12 +17,12 @@ from cluster.bench.pool_check import pool_row
 from cluster.bench.report import write_report
 from cluster.cli import bench_tables
 from cluster.cli.load import replay, serve
+from cluster.cli.model import folder_of
 from cluster.cli.numbers import whole_number
 from cluster.cli.options import JsonOption, finite
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.config.tree import EMBEDDED_MODEL
-from cluster.models.embedded import canonical_path, model_folder
 from cluster.plan.calibration import keep_calibration
 from cluster.plan.memory import DoesNotFit
 
@@ -64,7 +64,7 @@ def calibrate(
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     services = services_of(context)
     with terminal.exit_codes():
-        folder = _folder(terminal, services, model)
+        folder = folder_of(terminal, services, model)
         settings = EngineSettings(
             model=str(folder), dtype=dtype, quantization=quantization, tensor_parallel=tensor_parallel
         )
@@ -104,7 +104,7 @@ def sweep(
     with terminal.exit_codes():
         check_can_draw(png)
         sizes = _sizes(batches)
-        folder = _folder(terminal, services, model)
+        folder = folder_of(terminal, services, model)
         settings = EngineSettings(
             model=str(folder),
             dtype=dtype,
@@ -135,7 +135,7 @@ def kv_cache(
     services = services_of(context)
     with terminal.exit_codes():
         check_can_draw(png)
-        folder = _folder(terminal, services, model)
+        folder = folder_of(terminal, services, model)
         settings = EngineSettings(model=str(folder), dtype=dtype)
         order = KvCacheOrder(engine=settings, prompt_tokens=prompt, new_tokens=output)
         passes = output * (prompt + output)
@@ -179,13 +179,6 @@ def _measured(terminal: Terminal, services: Services, order: Order, *, timeout_s
             return services.measure(order, phases.start, timeout_s=timeout_s)
     except MeasuringFailed as error:
         raise CommandFailed(str(error)) from error
-
-
-def _folder(terminal: Terminal, services: Services, model: str) -> Path:
-    if canonical_path(model) != EMBEDDED_MODEL:
-        return model_folder(model)
-    with Phases(terminal) as phases:
-        return services.ensure_model(phases.start)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -44,6 +44,8 @@ def up(
     """Start Debian's Prometheus on this machine, scraping a running cluster. Ctrl-C ends it with its data."""
     terminal = Terminal(as_json=as_json)
     with observe_exit_codes(terminal):
+        if target is None and keys_file is not None:
+            raise CommandFailed("--api-keys-file is for --target: the nodes of Ray ask for no API key")
         program = need_prometheus()
         if target is not None:
             config, scraped = _plain(target, keys_file), target

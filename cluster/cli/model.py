@@ -44,7 +44,7 @@ def path(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: Jso
     """Print the folder of a model, and nothing else; the embedded one is converted first when needed."""
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes():
-        folder = _folder(terminal, services_of(context), name)
+        folder = folder_of(terminal, services_of(context), name)
         if as_json:
             terminal.emit(name=name, folder=str(folder))
         else:
@@ -56,7 +56,7 @@ def inspect(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: 
     """Show what a model folder holds, and in how many ranks it can be split. Reads headers only."""
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes():
-        folder = _folder(terminal, services_of(context), name)
+        folder = folder_of(terminal, services_of(context), name)
         try:
             facts = describe(Checkpoint(folder))
         except CheckpointError as error:
@@ -95,7 +95,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _folder(terminal: Terminal, services: Services, name: str) -> Path:
+def folder_of(terminal: Terminal, services: Services, name: str) -> Path:
+    """Folder of the model that a person names; the embedded one is converted first when needed. Raises
+    ConfigError and EmbeddedModelError."""
     try:
         folder = model_folder(name)
     except EmbeddedModelError as error:

@@ -22,6 +22,7 @@ from cluster.config.yaml_tree import MAX_BYTES, read_yaml
 from cluster.deployment.load import CommandLine, Deployment, deployment_of
 from cluster.deployment.replicas import with_replicas
 from cluster.running.deployed import DeployedFile
+from cluster.whole_file import replace_file
 from workers.regular_file import read_regular
 
 _MOST = 1024
@@ -71,12 +72,13 @@ def scale(
             raise CommandFailed("nothing was changed")
         if _text_of(file) != before:
             raise CommandFailed(f"{given.file} has been changed by someone else meanwhile; run this again")
-        _replace(file, after)
+        mode = file.stat().st_mode & 0o777
+        replace_file(file, after, mode=mode)
         try:
             rollout.run(terminal, services)
         finally:
             if not rollout.is_accepted:
-                _replace(file, before)
+                replace_file(file, before, mode=mode)
 
 
 def _text_of(file: Path) -> str:
@@ -162,14 +164,3 @@ def _confirmed(as_json: bool) -> bool:
     if as_json or not sys.stdin.isatty():
         raise CommandFailed("nobody is there to ask; pass --yes to make the change")
     return typer.confirm("Deploy this?", default=True)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write the file in one step."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(text.encode("utf-8"))
-        draft.chmod(file.stat().st_mode & 0o777)
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)

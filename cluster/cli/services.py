@@ -22,7 +22,7 @@ from cluster.launch.ports import check_port
 from cluster.models import embedded
 from cluster.running.deployed import DeployedFiles
 from cluster.running.directory_probe import read_directories
-from cluster.running.note import RunningCluster, RunningNote, default_note
+from cluster.running.note import RunningCluster, RunningNote, default_folder
 from cluster.running.serve_api import ServeApi, read_token
 from workers.directory.groups import GroupListing
 
@@ -82,11 +82,9 @@ class Services:
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure
     measure: Measure = measure
     run_load: RunLoad = run_load
-    deployed: DeployedFiles = field(
-        default_factory=lambda: DeployedFiles(Path.home() / ".cache" / "tandem" / "run")
-    )
-    note: RunningNote = field(default_factory=default_note)
-    locks: Path = field(default_factory=lambda: Path.home() / ".cache" / "tandem" / "run")
+    deployed: DeployedFiles = field(default_factory=lambda: DeployedFiles(default_folder()))
+    note: RunningNote = field(default_factory=lambda: RunningNote(default_folder()))
+    locks: Path = field(default_factory=default_folder)
 
     def open_api(self, dashboard: str | None) -> ServeApi:
         """Serve's API of the cluster asked for: the option, Ray's own variable, a running `tandem serve`,

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from cluster.whole_file import replace_file
 from workers.regular_file import read_regular
 
 SCHEMA = "tandem.step-cost.1"
@@ -128,9 +129,7 @@ class StepCost:
         """Writes JSON; `about` says where the figures come from. A reader never sees half a file."""
         content = {"schema": SCHEMA, "about": dict(about or {}), "cost": asdict(self)}
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(file)
+        replace_file(file, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, file: Path) -> StepCost:

@@ -40,15 +40,16 @@ _MAX_SOCKET_PATH = 107  # bytes
 _WRAPPER = """\
 #!/bin/sh
 # Runs HAProxy for Ray Serve; see cluster/launch/haproxy.py of Tandem.
+set -e  # rather no HAProxy than one that shows its statistics to everyone
 previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
-    sed -i -f RULES "$argument"
-    grep -q '^ *use_backend ' "$argument" || sed -i -f ABSENT "$argument"
+    sed -i -f {rules} "$argument"
+    grep -q '^ *use_backend ' "$argument" || sed -i -f {absent} "$argument"
   fi
   previous=$argument
 done
-exec BINARY -dS "$@"
+exec {binary} -dS "$@"
 """
 
 
@@ -62,11 +63,8 @@ def write_wrapper(folder: Path, *, open_health: bool = False) -> Path:
     parts.mkdir(parents=True, exist_ok=True)
     (parts / "rules.sed").write_text(sed_script(open_health=open_health))
     (parts / "absent.sed").write_text(sed_script_without_application())
-    paths = {"RULES": parts / "rules.sed", "ABSENT": parts / "absent.sed", "BINARY": _own_binary(parts)}
-    text = _WRAPPER
-    for name, path in paths.items():
-        text = text.replace(name, shlex.quote(str(path)))
-    wrapper.write_text(text)
+    paths = {"rules": parts / "rules.sed", "absent": parts / "absent.sed", "binary": _own_binary(parts)}
+    wrapper.write_text(_WRAPPER.format_map({name: shlex.quote(str(path)) for name, path in paths.items()}))
     wrapper.chmod(0o700)
     return wrapper
 

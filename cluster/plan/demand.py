@@ -43,9 +43,9 @@ class Demand:
         steps = sum(output for _, output in self.lengths)
         return sum(output * (prompt + output / 2) for prompt, output in self.lengths) / steps
 
-    @property
-    def longest(self) -> int:
-        return max(prompt + output for prompt, output in self.lengths)
+    def share_above(self, tokens: int) -> float:
+        """Of the requests, those that are longer than so many tokens."""
+        return sum(prompt + output > tokens for prompt, output in self.lengths) / len(self.lengths)
 
 
 def of_trace(requests: Sequence[TraceRequest], name: str) -> Demand:

@@ -116,7 +116,11 @@ def _of_folder(folder: Path) -> PlannedModel:
     if not any(folder.glob("*.safetensors")):
         spec = spec_from_config(read_json(folder, "config.json"))
         return PlannedModel(
-            name=folder.name, spec=spec, is_tied=spec.tie_word_embeddings, path=None, checkpoint=None
+            name=folder.resolve().name,
+            spec=spec,
+            is_tied=spec.tie_word_embeddings,
+            path=None,
+            checkpoint=None,
         )
     checkpoint = Checkpoint(folder)
     return PlannedModel(

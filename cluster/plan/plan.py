@@ -196,6 +196,8 @@ def propose(
             )
     if not found:
         raise NotReachable("\n".join(lines))
+    if longer := demand.share_above(plan.shape.context):
+        lines.append(f"{longer:.1%} of the requests are longer than {plan.shape.context:,} tokens: refused")
     return min(found, key=lambda proposal: (proposal.devices, len(proposal.pools))), lines
 
 

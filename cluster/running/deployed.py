@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cluster.whole_file import replace_file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeployedFile:
@@ -33,10 +35,7 @@ class DeployedFiles:
         """Replace the note of a cluster in one step. Raises OSError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         note = DeployedFile(file=os.path.abspath(file), assignments=tuple(assignments), port=port)
-        place = self._place(dashboard_url)
-        temporary = place.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(note)), encoding="utf-8")
-        temporary.replace(place)
+        replace_file(self._place(dashboard_url), json.dumps(asdict(note)), mode=0o600)
 
     def read(self, dashboard_url: str) -> DeployedFile | None:
         """The note of a cluster; None when there is none, or none that can be read."""

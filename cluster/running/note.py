@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster.running.process import process_start
+from cluster.whole_file import replace_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,7 @@ class RunningNote:
     def write(self, cluster: RunningCluster) -> None:
         """Replace the note in one step. Raises OSError."""
         self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = self._file.with_suffix(f".{os.getpid()}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump(asdict(cluster), stream, indent=2)
-        temporary.replace(self._file)
+        replace_file(self._file, json.dumps(asdict(cluster), indent=2), mode=0o600)
 
     def read(self) -> RunningCluster | None:
         """The cluster, or None when none runs or the note is not readable."""
@@ -70,6 +66,6 @@ class RunningNote:
                 self._file.unlink()
 
 
-def default_note() -> RunningNote:
-    """The note of this user."""
-    return RunningNote(Path.home() / ".cache" / "tandem" / "run")
+def default_folder() -> Path:
+    """Where notes and locks of this user are."""
+    return Path.home() / ".cache" / "tandem" / "run"

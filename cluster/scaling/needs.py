@@ -134,6 +134,6 @@ def measured_terms(load: Load, view: PoolView, targets: ScalingTargets) -> dict[
 
 def needed(terms: Mapping[str, float]) -> float:
     """Prompts and answers share a unified group's time, so those add up; the rest is the largest."""
-    computing = max(terms.get("queue", 0.0), 0.0) + terms.get("arrivals", 0.0)
+    computing = terms.get("queue", 0.0) + terms.get("arrivals", 0.0)
     others = (value for name, value in terms.items() if name not in ("queue", "arrivals"))
     return max([computing, *others])

@@ -62,6 +62,20 @@ def check(wrapper: Path, config: Path) -> str:
     return config.read_text()
 
 
+def test_any_folder_will_do_and_a_config_that_cannot_be_changed_starts_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "it's {ABSENT} BINARY RULES"
+    folder.mkdir()
+    config = folder / "haproxy.cfg"
+    config.write_text(CONFIG)
+    wrapper = write_wrapper(folder)
+    assert "bind 127.0.0.1:9101" in check(wrapper, config)
+    (folder / "haproxy.d" / "rules.sed").unlink()
+    config.write_text(CONFIG)
+    done = subprocess.run([wrapper, "-c", "-f", config], capture_output=True, timeout=20, check=False)
+    assert done.returncode != 0
+    assert b"rules.sed" in done.stderr
+
+
 def test_statistics_listen_on_loopback(wrapped: tuple[Path, Path]) -> None:
     binds = [line.strip() for line in check(*wrapped).splitlines() if "bind" in line]
     assert binds == ["bind 127.0.0.1:9101", "bind 127.0.0.1:8000", "bind 127.0.0.1:8404"]
