@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.bench.client import CompletionClient, ServedModel, completion_body, wait_until
 from cluster.bench.latency import Outcome
@@ -67,11 +68,17 @@ def of_trace(requests: Iterable[TraceRequest], *, vocab_size: int, longest: int 
         yield Due(number=request.number, due_s=request.arrival_s - start, prompt=prompt, max_tokens=output)
 
 
-def run_load(
-    server: Server,
-    make: Callable[[ServedModel], Iterable[Due]],
-    report: Callable[[str], None],
-) -> list[Outcome]:
+class LoadRun(NamedTuple):
+    """What became of all requests, by number, and the model that they were made for."""
+
+    model: ServedModel
+    outcomes: list[Outcome]
+
+
+MakeLoad = Callable[[ServedModel], Iterable[Due]]
+
+
+def run_load(server: Server, make: MakeLoad, report: Callable[[str], None]) -> LoadRun:
     """Sends what `make` gives for the server's model, in its order, and waits for all answers.
 
     Raises ServerUnusable when it cannot even be asked for its model.
@@ -79,9 +86,7 @@ def run_load(
     return asyncio.run(_run(server, make, report))
 
 
-async def _run(
-    server: Server, make: Callable[[ServedModel], Iterable[Due]], report: Callable[[str], None]
-) -> list[Outcome]:
+async def _run(server: Server, make: MakeLoad, report: Callable[[str], None]) -> LoadRun:
     clock = time.perf_counter
     outcomes: list[Outcome] = []
     client = CompletionClient(server.url, headers=server.headers, timeout_s=server.timeout_s, clock=clock)
@@ -94,7 +99,7 @@ async def _run(
                 body = completion_body(model.name, due.prompt, due.max_tokens)  # while nothing is due
                 await wait_until(start + due.due_s, clock)
                 tasks.create_task(_send(client, due, body, start, clock, outcomes))
-    return sorted(outcomes, key=lambda outcome: outcome.number)
+    return LoadRun(model, sorted(outcomes, key=lambda outcome: outcome.number))
 
 
 async def _send(

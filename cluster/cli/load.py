@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +12,12 @@ import typer
 
 from cluster.bench.client import ServedModel, ServerUnusable
 from cluster.bench.latency import Limits, Outcome, summary
-from cluster.bench.load import Due, Server, of_trace, poisson
+from cluster.bench.load import Due, MakeLoad, Server, of_trace, poisson
 from cluster.bench.report import Report, write_report
 from cluster.cli import bench_tables
 from cluster.cli.keys import service_at
-from cluster.cli.options import JsonOption, KeysOption, finite
-from cluster.cli.services import services_of
+from cluster.cli.options import JsonOption, KeysOption, above_zero, finite
+from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.figures.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
 
@@ -63,18 +64,21 @@ def serve(
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes():
         rates = _rates(rate)
-
-        def make(per_s: float, place: int) -> Callable[[ServedModel], Iterable[Due]]:
-            return lambda _: poisson(
-                rate=per_s,
-                requests=requests,
-                prompt=prompt,
-                output=output,
-                vocab_size=vocab_size,
-                seed=seed + place,  # or a later rate would find its prompts cached
-                shared=shared,
+        runs = {
+            f"{per_s:g}/s": _for_any_model(
+                partial(
+                    poisson,
+                    rate=per_s,
+                    requests=requests,
+                    prompt=prompt,
+                    output=output,
+                    vocab_size=vocab_size,
+                    seed=seed + place,  # or a later rate would find its prompts cached
+                    shared=shared,
+                )
             )
-
+            for place, per_s in enumerate(rates)
+        }
         load = {
             "arrivals": "poisson",
             "rates": rates,
@@ -84,9 +88,15 @@ def serve(
             "shared_tokens": shared,
             "seed": seed,
         }
-        runs = {f"{per_s:g}/s": make(per_s, place) for place, per_s in enumerate(rates)}
-        server = _server(context, url, keys_file, timeout_s)
-        _run(context, terminal, "serve", server, runs, load, Limits(ttft_ms=ttft, tpot_ms=tpot), out)
+        services = services_of(context)
+        test = LoadTest(
+            kind="serve",
+            server=_server(services, url, keys_file, timeout_s),
+            runs=runs,
+            load=load,
+            limits=Limits(ttft_ms=ttft, tpot_ms=tpot),
+        )
+        _run(terminal, services, test, out)
 
 
 def replay(
@@ -96,12 +106,12 @@ def replay(
     length_divisor: Annotated[
         float,
         typer.Option(
-            "--length-divisor", callback=finite, help="Prompts and answers are that many times shorter."
+            "--length-divisor", callback=above_zero, help="Prompts and answers are that many times shorter."
         ),
     ] = 1.0,
     rate_divisor: Annotated[
         float,
-        typer.Option("--rate-divisor", callback=finite, help="Requests come that many times less often."),
+        typer.Option("--rate-divisor", callback=above_zero, help="Requests come that many times less often."),
     ] = 1.0,
     requests: Annotated[int | None, typer.Option("--requests", min=1, help="The first so many only.")] = None,
     ttft: TtftOption = None,
@@ -119,7 +129,7 @@ def replay(
             found = scaled(
                 read_trace(trace, limit=requests), length_divisor=length_divisor, rate_divisor=rate_divisor
             )
-        except (TraceError, ValueError) as error:
+        except TraceError as error:
             raise CommandFailed(str(error)) from error
         prompt, output = mean_lengths(found)
         load = {
@@ -136,49 +146,48 @@ def replay(
         def make(model: ServedModel) -> Iterable[Due]:
             return of_trace(found, vocab_size=vocab_size, longest=model.max_model_len)
 
-        server = _server(context, url, keys_file, timeout_s)
-        limits = Limits(ttft_ms=ttft, tpot_ms=tpot)
-        _run(context, terminal, "replay", server, {trace.name: make}, load, limits, out)
+        services = services_of(context)
+        test = LoadTest(
+            kind="replay",
+            server=_server(services, url, keys_file, timeout_s),
+            runs={trace.name: make},
+            load=load,
+            limits=Limits(ttft_ms=ttft, tpot_ms=tpot),
+        )
+        _run(terminal, services, test, out)
 
 
-def _run(
-    context: typer.Context,
-    terminal: Terminal,
-    kind: str,
-    server: Server,
-    runs: Mapping[str, Callable[[ServedModel], Iterable[Due]]],
-    load: Mapping[str, Any],
-    limits: Limits,
-    out: Path | None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTest:
+    """What is sent, and what is asked of the answers."""
+
+    kind: str  # of the report
+    server: Server
+    runs: Mapping[str, MakeLoad]  # by name, one after the other
+    load: Mapping[str, Any]  # the same in words, for the report
+    limits: Limits
+
+
+def _run(terminal: Terminal, services: Services, test: LoadTest, out: Path | None) -> None:
     """Runs each load, prints its row, writes the report. Exit code 1 when nothing was answered."""
     rows: list[dict[str, Any]] = []
-    models: list[ServedModel] = []
-
-    def noted(make: Callable[[ServedModel], Iterable[Due]]) -> Callable[[ServedModel], Iterable[Due]]:
-        """The same, remembering the model that it was asked for."""
-
-        def give(model: ServedModel) -> Iterable[Due]:
-            models.append(model)
-            return make(model)
-
-        return give
-
     samples: dict[str, Sequence[Outcome]] = {}
+    config: dict[str, Any] = {"url": test.server.url, "timeout_s": test.server.timeout_s}
     with Phases(terminal) as phases:
-        for name, make in runs.items():
+        for name, make in test.runs.items():
             phases.start(f"{name}: sending")
             try:
-                outcomes = services_of(context).run_load(server, noted(make), phases.start)
+                model, outcomes = services.run_load(test.server, make, phases.start)
             except ServerUnusable as error:
                 raise CommandFailed(str(error)) from error
+            config |= asdict(model)
             samples[name] = outcomes
-            rows.append({"load": name, **summary(outcomes, limits)})
+            rows.append({"load": name, **summary(outcomes, test.limits)})
     report = Report(
-        kind=kind,
+        kind=test.kind,
         rows=rows,
-        config={"url": server.url, "timeout_s": server.timeout_s, **asdict(models[-1])},
-        load={**load, "limits": asdict(limits)},
+        config=config,
+        load={**test.load, "limits": asdict(test.limits)},
         samples={name: [asdict(outcome) for outcome in found] for name, found in samples.items()},
         ceilings={},
     ).content()
@@ -187,7 +196,7 @@ def _run(
     if terminal.as_json:
         terminal.emit(**{name: value for name, value in report.items() if name != "samples"})
     else:
-        bench_tables.print_load(terminal, rows, limits)
+        bench_tables.print_load(terminal, rows, test.limits)
         if out is not None:
             terminal.say(f"report in {out}")
     if failed := [outcome for found in samples.values() for outcome in found if not outcome.is_answered]:
@@ -196,8 +205,18 @@ def _run(
         raise typer.Exit(1)
 
 
-def _server(context: typer.Context, url: str | None, keys_file: str | None, timeout_s: float) -> Server:
-    service = service_at(services_of(context), url, keys_file)
+def _for_any_model(load: Callable[[], Iterable[Due]]) -> MakeLoad:
+    """A load that does not depend on the model."""
+
+    def make(model: ServedModel) -> Iterable[Due]:
+        return load()
+
+    return make
+
+
+def _server(services: Services, url: str | None, keys_file: str | None, timeout_s: float) -> Server:
+    """As `tandem chat` finds it."""
+    service = service_at(services, url, keys_file)
     return Server(url=service.url, headers=service.headers, timeout_s=timeout_s)
 
 

@@ -15,6 +15,13 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def above_zero(value: float | None) -> float | None:
+    """As `finite`, and above 0."""
+    if finite(value) is not None and not value > 0:
+        raise typer.BadParameter(f"{value:g} is not above 0.")
+    return value
+
+
 ReadyOption = Annotated[float, typer.Option("--timeout-s", callback=finite, help="Longest time until ready.")]
 SetOption = Annotated[
     list[str] | None,

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import JsonOption, finite
+from cluster.cli.options import JsonOption, above_zero, finite
 from cluster.cli.plan_tables import Proposed, plan_facts, print_plan, print_proposal, proposal_facts
 from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.config.leaves import RANGES
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.figures.machine import usable_cores
 from cluster.figures.step_cost import StepCostError
@@ -29,8 +30,13 @@ from workers.model.spec import check_tensor_parallel
 
 _REFUSED = (
     *(UnknownModel, UnknownDevice, CheckpointError, TensorParallelError, DoesNotFit),
-    *(NotReachable, StepCostError, TraceError, ValueError),
+    *(NotReachable, StepCostError, TraceError),
 )
+
+
+def _most(path: str) -> int:
+    """The largest value that a pool's config may have."""
+    return int(RANGES[f"pools.*.{path}"].most)
 
 
 def plan(
@@ -48,9 +54,13 @@ def plan(
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
     quantization: Annotated[str, typer.Option("--quantization", help="none, int8 or int4.")] = "none",
-    block_size: Annotated[int, typer.Option("--block-size", min=1)] = 16,
-    max_running: Annotated[int, typer.Option("--max-running", min=1)] = ScheduleConfig().max_running,
-    step_tokens: Annotated[int, typer.Option("--step-tokens", min=1)] = ScheduleConfig().max_step_tokens,
+    block_size: Annotated[int, typer.Option("--block-size", min=1, max=_most("cache.block_size"))] = 16,
+    max_running: Annotated[
+        int, typer.Option("--max-running", min=1, max=_most("schedule.max_running"))
+    ] = ScheduleConfig().max_running,
+    step_tokens: Annotated[
+        int, typer.Option("--step-tokens", min=1, max=_most("schedule.max_step_tokens"))
+    ] = ScheduleConfig().max_step_tokens,
     efficiency: Annotated[
         float,
         typer.Option(
@@ -58,22 +68,24 @@ def plan(
         ),
     ] = 0.6,
     ttft: Annotated[
-        float | None, typer.Option("--ttft", callback=finite, metavar="MS", help="For 90 % of requests.")
+        float | None, typer.Option("--ttft", callback=above_zero, metavar="MS", help="For 90 % of requests.")
     ] = None,
     tpot: Annotated[
-        float | None, typer.Option("--tpot", callback=finite, metavar="MS", help="For a token.")
+        float | None, typer.Option("--tpot", callback=above_zero, metavar="MS", help="For a token.")
     ] = None,
-    rate: Annotated[float | None, typer.Option("--rate", callback=finite, help="Requests a second.")] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", callback=above_zero, help="Requests a second.")
+    ] = None,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Mean prompt tokens, with --rate.")] = 512,
     output: Annotated[int, typer.Option("--output", min=1, help="Mean new tokens, with --rate.")] = 256,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Lengths and busiest minute of a trace.")
     ] = None,
     length_divisor: Annotated[
-        float, typer.Option("--length-divisor", callback=finite, help="Shorten the trace.")
+        float, typer.Option("--length-divisor", callback=above_zero, help="Shorten the trace.")
     ] = 1.0,
     rate_divisor: Annotated[
-        float, typer.Option("--rate-divisor", callback=finite, help="Slow the trace down.")
+        float, typer.Option("--rate-divisor", callback=above_zero, help="Slow the trace down.")
     ] = 1.0,
     model_path: Annotated[
         str | None,
@@ -90,7 +102,14 @@ def plan(
     with terminal.exit_codes():
         try:
             found = find_model(model)
-            shape = _shape(found, context, dtype, quantization, block_size, max_running, step_tokens)
+            shape = Shape(
+                context=context,
+                dtype=dtype,
+                quantization=quantization,
+                cache=CacheConfig(block_size=block_size),
+                schedule=ScheduleConfig(max_running=max_running, max_step_tokens=step_tokens),
+            )
+            _check_shape(found, shape)
             planned_device, speed = find_speed(found, device.lower(), shape, efficiency)
             if tensor_parallel is not None:
                 check_tensor_parallel(found.spec, tensor_parallel)
@@ -117,30 +136,17 @@ def plan(
             terminal.say(f"deployment in {out}; check it with `tandem validate {out}`")
 
 
-def _shape(
-    model: PlannedModel,
-    context: int,
-    dtype: str,
-    quantization: str,
-    block_size: int,
-    max_running: int,
-    step_tokens: int,
-) -> Shape:
-    if context > model.spec.max_model_len:
-        raise CommandFailed(f"--context {context}: {model.name} allows at most {model.spec.max_model_len}")
+def _check_shape(model: PlannedModel, shape: Shape) -> None:
+    """Raises CommandFailed."""
+    if shape.context > model.spec.max_model_len:
+        most = model.spec.max_model_len
+        raise CommandFailed(f"--context {shape.context}: {model.name} allows at most {most}")
     for option, value, legal in (
-        ("--dtype", dtype, ("bfloat16", "float32")),
-        ("--quantization", quantization, ("none", "int8", "int4")),
+        ("--dtype", shape.dtype, ("bfloat16", "float32")),
+        ("--quantization", shape.quantization, ("none", "int8", "int4")),
     ):
         if value not in legal:
             raise CommandFailed(f"{option} {value!r}: it is one of {', '.join(legal)}")
-    return Shape(
-        context=context,
-        dtype=dtype,
-        quantization=quantization,
-        cache=CacheConfig(block_size=block_size),
-        schedule=ScheduleConfig(max_running=max_running, max_step_tokens=step_tokens),
-    )
 
 
 def _demand(
@@ -158,8 +164,6 @@ def _demand(
         return of_trace(requests, trace.name)
     if rate is None:
         return None
-    if not 0 < rate < 1e6:
-        raise CommandFailed(f"--rate {rate:g}: requests a second, above 0")
     return Demand(rate=rate, lengths=[(prompt, output)], source=f"prompts of {prompt}, {output} new tokens")
 
 
@@ -172,8 +176,6 @@ def _targets(
         if given:
             raise CommandFailed("a proposal needs --ttft, --tpot, and --rate or --trace")
         return None
-    if ttft <= 0 or tpot <= 0:
-        raise CommandFailed("--ttft and --tpot are milliseconds above 0")
     return Targets(ttft_s=ttft / 1e3, tpot_s=tpot / 1e3)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,9 +11,7 @@ from typing import Any, Protocol
 import typer
 
 from cluster.bench.child import measure
-from cluster.bench.client import ServedModel
-from cluster.bench.latency import Outcome
-from cluster.bench.load import Due, Server, run_load
+from cluster.bench.load import LoadRun, MakeLoad, Server, run_load
 from cluster.bench.orders import Order
 from cluster.launch import handover, local_cluster
 from cluster.launch.local_cluster import LocalCluster
@@ -67,7 +65,7 @@ class Measure(Protocol):
 
 
 # From a server, the load for its model, and who hears of progress, to what became of the requests.
-RunLoad = Callable[[Server, Callable[[ServedModel], Iterable[Due]], Callable[[str], None]], list[Outcome]]
+RunLoad = Callable[[Server, MakeLoad, Callable[[str], None]], LoadRun]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from cluster.cli.numbers import whole_number
-from cluster.cli.options import JsonOption, finite
+from cluster.cli.options import JsonOption, above_zero
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
 from cluster.figures.traces import TraceError, TraceRequest, read_trace, scaled
@@ -48,7 +48,7 @@ LengthsOption = Annotated[
     typer.Option(
         "--length-divisor",
         "--scale-lengths",
-        callback=finite,
+        callback=above_zero,
         help="Prompts and answers that many times shorter.",
     ),
 ]
@@ -57,7 +57,7 @@ RateOption = Annotated[
     typer.Option(
         "--rate-divisor",
         "--scale-rate",
-        callback=finite,
+        callback=above_zero,
         help="Requests that many times less often, e.g. 0.25.",
     ),
 ]
@@ -71,7 +71,10 @@ StepTokensOption = Annotated[int | None, typer.Option("--step-tokens", min=1, he
 TransferOption = Annotated[
     float | None,
     typer.Option(
-        "--transfer", callback=finite, metavar="GB/S", help="Groups read each other's KV blocks at this rate."
+        "--transfer",
+        callback=above_zero,
+        metavar="GB/S",
+        help="Groups read each other's KV blocks at this rate.",
     ),
 ]
 KvBytesOption = Annotated[int, typer.Option("--kv-bytes", min=1, help="Bytes of KV a token.")]
@@ -105,8 +108,6 @@ def simulate_command(
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes(), Phases(terminal) as phases:
         phases.start("reading the trace")
-        if transfer is not None and transfer <= 0:
-            raise CommandFailed(f"--transfer is {transfer:g}: it must be above 0")
         traced = _read(trace, requests, length_divisor, rate_divisor, no_sharing)
         schedule = ScheduleConfig() if step_tokens is None else ScheduleConfig(max_step_tokens=step_tokens)
         reports = []
@@ -137,9 +138,6 @@ def simulate_command(
 def _read(
     file: Path, limit: int | None, length_divisor: float, rate_divisor: float, no_sharing: bool
 ) -> list[TraceRequest]:
-    for name, factor in (("--length-divisor", length_divisor), ("--rate-divisor", rate_divisor)):
-        if not 0 < factor < float("inf"):
-            raise CommandFailed(f"{name} is {factor}: it must be above 0")
     try:
         requests = read_trace(file, limit=limit)
     except TraceError as error:

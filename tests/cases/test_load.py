@@ -28,7 +28,7 @@ def test_a_replay_shares_prefixes_and_gets_every_token(tiny_server: Serving) -> 
             Server(url=url, headers={}, timeout_s=60.0),
             lambda model: of_trace(trace, vocab_size=VOCAB_SIZE, longest=model.max_model_len),
             lambda text: None,
-        )
+        ).outcomes
     assert [outcome.error for outcome in outcomes] == ["", "", ""]
     assert [outcome.prompt_tokens for outcome in outcomes] == [60, 50, 20]
     assert [outcome.output_tokens for outcome in outcomes] == [5, 1, 9]

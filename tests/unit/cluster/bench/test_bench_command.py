@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from cluster.bench.child import MeasuringFailed
 from cluster.bench.client import ServedModel, ServerUnusable
 from cluster.bench.latency import Outcome
-from cluster.bench.load import Server
+from cluster.bench.load import LoadRun, Server
 from cluster.bench.orders import CalibrateOrder, KvCacheOrder, Order, SweepOrder
 from cluster.cli import app
 from cluster.cli.services import Services
@@ -58,12 +58,13 @@ class Bench:
             raise self.result
         return self.result
 
-    def run_load(self, server: Server, make: Any, report: Callable[[str], None]) -> list[Outcome]:
+    def run_load(self, server: Server, make: Any, report: Callable[[str], None]) -> LoadRun:
         self.servers.append(server)
         if isinstance(self.outcomes, ServerUnusable):
             raise self.outcomes
-        self.sent = list(make(ServedModel(name="m", max_model_len=self.max_model_len)))
-        return self.outcomes
+        model = ServedModel(name="m", max_model_len=self.max_model_len)
+        self.sent = list(make(model))
+        return LoadRun(model, self.outcomes)
 
     def run(self, *arguments: str) -> Result:
         services = Services(

@@ -94,7 +94,7 @@ def dues(*at_s: float, max_tokens: int = 3) -> list[Due]:
 
 def sent(server: SlowServer, load: list[Due], timeout_s: float = 30.0):
     where = Server(url=server.url, headers={}, timeout_s=timeout_s)
-    return run_load(where, lambda _: load, lambda text: None)
+    return run_load(where, lambda _: load, lambda text: None).outcomes
 
 
 def test_an_answer_is_counted_and_timed(server: SlowServer) -> None:

@@ -235,3 +235,18 @@ def test_a_number_that_is_none_is_refused(world: World, command: str, options: s
             done = world.run(*command.split(), option, value)
             assert done.exit_code == 2, (option, value)
             assert f"Invalid value for '{option}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("bench replay x.csv", "--length-divisor --rate-divisor"),
+        ("plan", "--ttft --tpot --rate --length-divisor --rate-divisor"),
+        ("simulate x.csv", "--length-divisor --scale-lengths --rate-divisor --scale-rate --transfer"),
+    ],
+)
+def test_what_is_divided_by_is_above_zero(world: World, command: str, options: str) -> None:
+    for option in options.split():
+        for value in ("0", "-1"):
+            done = world.run(*command.split(), f"{option}={value}")
+            assert (done.exit_code, f"{value} is not above 0." in done.stderr) == (2, True), (option, value)

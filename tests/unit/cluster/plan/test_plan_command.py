@@ -168,6 +168,8 @@ def test_a_trace_is_a_demand(world: World, tmp_path: Path) -> None:
     demand = json.loads(world.run(*arguments).stdout)["proposal"]["demand"]
     assert (demand["mean_prompt"], demand["mean_output"]) == (400, 40)
     assert demand["rate"] == pytest.approx(30 / 58)
+    said = world.run(*arguments, "--context", "439").stdout
+    assert "100.0% of the requests are longer than 439 tokens: refused" in said
 
 
 def test_files_need_to_know_the_folder(world: World, tmp_path: Path) -> None:

@@ -80,8 +80,6 @@ def test_pools_are_compared_in_a_table(trace: str) -> None:
         (("--pools", "prefill=1,decode=x"), "it must be like prefill=2,decode=6"),
         (("--pools", "unified=1,unified=2"), "it must be like prefill=2,decode=6"),
         (("--pools", "prefill=1,decode=1"), "a network between the groups is needed"),
-        (("--scale-rate", "0"), "--rate-divisor is 0.0: it must be above 0"),
-        (("--transfer", "0"), "--transfer is 0: it must be above 0"),
         (("--pools", "decode=" + "9" * 5000), "it must be like prefill=2,decode=6"),
         (("--blocks", "10"), "a group has 10"),
         (("--cost", "missing.json"), "missing.json: not readable as JSON"),
