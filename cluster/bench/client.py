@@ -114,8 +114,8 @@ class CompletionClient:
         return Answer(
             token_s=tuple(token_s),
             end_s=self._clock(),
-            prompt_tokens=int(usage.get("prompt_tokens", 0)),
-            output_tokens=int(usage.get("completion_tokens", len(token_s))),
+            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            output_tokens=int(usage.get("completion_tokens") or len(token_s)),
             cached_tokens=int(details.get("cached_tokens") or 0),
         )
 

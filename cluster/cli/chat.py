@@ -162,7 +162,7 @@ def read_message() -> str:
 def _piped(conversation: Conversation, text: str) -> Iterator[str]:
     """Messages and commands of a pipe: command lines stand alone, all text between is one message."""
     message: list[str] = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # text may hold other Unicode line ends
         if conversation.is_command(line):
             if "\n".join(message).strip():
                 yield "\n".join(message).strip()

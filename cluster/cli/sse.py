@@ -142,7 +142,7 @@ def _take(event: dict[str, Any], stats: AnswerStats) -> str:
         stats.completion_tokens = usage.get("completion_tokens")
         stats.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     text = ""
-    for choice in event.get("choices", ()):
+    for choice in event.get("choices") or ():
         text += choice.get("delta", {}).get("content") or ""
         stats.finish_reason = choice.get("finish_reason") or stats.finish_reason
     return text

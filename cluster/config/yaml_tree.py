@@ -52,6 +52,14 @@ class YamlTree:
                 return self.lines[path[:end]]
         return None
 
+    def problem(
+        self, path: Path, message: str, *, got: str = "", allowed: str = "", hint: str = ""
+    ) -> Problem:
+        """What is wrong at a path, with its line."""
+        return Problem(
+            path=join(*path), message=message, got=got, allowed=allowed, hint=hint, line=self.line_of(path)
+        )
+
 
 def read_yaml(text: str | bytes) -> YamlTree:
     """Tree of one YAML document. Never raises for what the text contains."""

@@ -79,11 +79,6 @@ def check_cluster_file(file: FilePath) -> FileKind:
     return kind
 
 
-def _problem(tree: YamlTree, path: Path, message: str, *, allowed: str = "", hint: str = "") -> Problem:
-    line = tree.line_of(path)
-    return Problem(path=join(*path), message=message, allowed=allowed, hint=hint, line=line)
-
-
 def _ray_cluster(tree: YamlTree) -> Iterator[Problem]:
     """What Ray would refuse, and commands that start a cluster which takes commands from anyone."""
     schema = json.loads((FilePath(ray.autoscaler.__file__).parent / "ray-schema.json").read_bytes())
@@ -98,20 +93,20 @@ def _ray_cluster(tree: YamlTree) -> Iterator[Problem]:
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints, and raises too
                 validate_config(prepare_config(tree.value))
         except (ValueError, RuntimeError, click.ClickException, jsonschema.ValidationError) as error:
-            yield _problem(tree, (), f"Ray does not take it: {str(error).splitlines()[0]}")
+            yield tree.problem((), f"Ray does not take it: {str(error).splitlines()[0]}")
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         commands = tree.value.get(key)
         for i, command in enumerate(commands if isinstance(commands, list) else ()):
             if "ray start" in str(command) and "RAY_AUTH_MODE=token" not in str(command):
                 hint = "begin the command with export RAY_AUTH_MODE=token;"
-                yield _problem(tree, (key, i), "Ray would take commands from anyone", hint=hint)
+                yield tree.problem((key, i), "Ray would take commands from anyone", hint=hint)
 
 
 def _of_schema(tree: YamlTree, error: jsonschema.ValidationError) -> Iterator[Problem]:
     """A finding of Ray's schema in our form."""
     path = tuple(error.absolute_path)
     if error.validator != "additionalProperties" or not isinstance(error.instance, dict):
-        yield _problem(tree, path, error.message)
+        yield tree.problem(path, error.message)
         return
     known = error.schema.get("properties", {})
     for key in error.instance:
@@ -123,16 +118,16 @@ def _ray_service(tree: YamlTree) -> Iterator[Problem]:
     value = tree.value
     for key, wanted in (("apiVersion", _API_VERSION), ("kind", "RayService")):
         if value.get(key) != wanted:
-            yield _problem(tree, (key,), "not what KubeRay reads", allowed=wanted)
+            yield tree.problem((key,), "not what KubeRay reads", allowed=wanted)
     spec = value.get("spec")
     if not isinstance(spec, dict):
-        yield _problem(tree, ("spec",), "must be given")
+        yield tree.problem(("spec",), "must be given")
         return
     yield from _unknown_keys(tree, ("spec",), _SERVICE)
     yield from _pods(tree, spec.get("rayClusterConfig"))
     inner = spec.get("serveConfigV2")
     if not isinstance(inner, str):
-        yield _problem(tree, ("spec", "serveConfigV2"), "must be given, as text")
+        yield tree.problem(("spec", "serveConfigV2"), "must be given, as text")
         return
     yield from _deployment_inside(tree, inner)
 
@@ -140,24 +135,24 @@ def _ray_service(tree: YamlTree) -> Iterator[Problem]:
 def _pods(tree: YamlTree, cluster: Any) -> Iterator[Problem]:
     base: Path = ("spec", "rayClusterConfig")
     if not isinstance(cluster, dict):
-        yield _problem(tree, base, "must be given")
+        yield tree.problem(base, "must be given")
         return
     yield from _unknown_keys(tree, base, _CLUSTER)
     options = cluster.get("authOptions")
     if not isinstance(options, dict) or options.get("mode") != "token":
-        yield _problem(
-            tree, (*base, "authOptions"), "Ray would take commands from anyone", allowed="{mode: token}"
+        yield tree.problem(
+            (*base, "authOptions"), "Ray would take commands from anyone", allowed="{mode: token}"
         )
     head, workers = cluster.get("headGroupSpec"), cluster.get("workerGroupSpecs")
     if not isinstance(head, dict) or "template" not in head:
-        yield _problem(tree, (*base, "headGroupSpec"), "must be given, with a template")
+        yield tree.problem((*base, "headGroupSpec"), "must be given, with a template")
     yield from _unknown_keys(tree, (*base, "headGroupSpec"), _HEAD)
     for i, group in enumerate(workers if isinstance(workers, list) else ()):
         here: Path = (*base, "workerGroupSpecs", i)
         yield from _unknown_keys(tree, here, _WORKERS)
         for key in ("groupName", "minReplicas", "maxReplicas", "template"):
             if not isinstance(group, dict) or key not in group:
-                yield _problem(tree, (*here, key), "must be given")
+                yield tree.problem((*here, key), "must be given")
 
 
 def _unknown_keys(tree: YamlTree, path: Path, known: Set[str]) -> Iterator[Problem]:

@@ -88,15 +88,8 @@ def check_tree(tree: YamlTree, *, allow_open: bool = False) -> list[Problem]:
             problems += _application_problems(tree, i)
         if not ours and not problems:
             hint = f"write import_path: {IMPORT_PATH}"
-            problems.append(_problem(tree, ("applications",), "no application of Tandem", hint=hint))
+            problems.append(tree.problem(("applications",), "no application of Tandem", hint=hint))
     return problems
-
-
-def _problem(
-    tree: YamlTree, path: Path, message: str, *, got: str = "", allowed: str = "", hint: str = ""
-) -> Problem:
-    line = tree.line_of(path)
-    return Problem(path=join(*path), message=message, got=got, allowed=allowed, hint=hint, line=line)
 
 
 def is_ours(app: Any) -> bool:
@@ -121,7 +114,7 @@ def _misshapen(value: Any, model: type[BaseModel], path: Path, tree: YamlTree) -
         if is_list and isinstance(item, list):
             for i, entry in enumerate(item):
                 if not isinstance(entry, dict):
-                    yield _problem(tree, (*here, i), "an entry is a mapping", got=_shown(entry))
+                    yield tree.problem((*here, i), "an entry is a mapping", got=_shown(entry))
                 yield from _misshapen(entry, inner, (*here, i), tree)
         elif not is_list:
             yield from _misshapen(item, inner, here, tree)
@@ -159,7 +152,7 @@ def _mistyped(model: type[BaseModel], value: Any, base: Path, tree: YamlTree) ->
     except (AttributeError, LookupError, TypeError) as error:  # it looks into parts of any shape
         if any(_misshapen(value, model, base, tree)):
             return []  # said there
-        return [_problem(tree, base, f"Ray cannot read this part: {type(error).__name__}: {error}")]
+        return [tree.problem(base, f"Ray cannot read this part: {type(error).__name__}: {error}")]
     except ValidationError as error:
         found: dict[str, Problem] = {}
         for entry in error.errors():
@@ -182,10 +175,10 @@ def _from_pydantic(entry: dict[str, Any], value: Any, base: Path, tree: YamlTree
             break
         path = (*path, part)
     if path and path[-1] == "num_replicas" and value == 0 and _is_count(value):
-        return _problem(tree, path, "a deployment of no replicas", got="0", hint=_NO_REPLICAS)
+        return tree.problem(path, "a deployment of no replicas", got="0", hint=_NO_REPLICAS)
     message = entry["msg"].removeprefix("Value error, ").rstrip(".")
     got = "" if isinstance(value, dict | list) or entry["type"] == "missing" else _shown(value)
-    return _problem(tree, path, message[:1].lower() + message[1:], got=got)
+    return tree.problem(path, message[:1].lower() + message[1:], got=got)
 
 
 def _has(value: Any, part: str | int) -> bool:
@@ -214,14 +207,13 @@ def _out_of_range(value: Any, path: Path, tree: YamlTree) -> Iterator[Problem]:
         name = str(path[-1])
         limits = next((limits for end, limits in _RAY_RANGES.items() if name.endswith(end)), None)
         if limits is not None and not limits.allows(value):
-            yield _problem(tree, path, "out of range", got=str(value)[:100], allowed=str(limits))
+            yield tree.problem(path, "out of range", got=str(value)[:100], allowed=str(limits))
 
 
 def _proxy_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
     """What would leave the HTTP port closed, open to strangers, or not to be had."""
     if tree.value.get("proxy_location") == "Disabled":
-        yield _problem(
-            tree,
+        yield tree.problem(
             ("proxy_location",),
             "nothing would listen on the HTTP port",
             got="'Disabled'",
@@ -232,8 +224,7 @@ def _proxy_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
     host, port = options.get("host", "0.0.0.0"), options.get("port", 8000)
     is_open = isinstance(host, str) and host not in _LOOPBACK
     if is_open and not allow_open and not _all_ask_for_keys(tree.value):
-        yield _problem(
-            tree,
+        yield tree.problem(
             ("http_options", "host"),
             "the HTTP port would be open to other machines",
             got=repr(host) if "host" in options else "no host, which means 0.0.0.0",
@@ -244,10 +235,10 @@ def _proxy_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
     grpc = grpc_port(tree.value)
     for path, given in ((("http_options", "port"), port), (("grpc_options", "port"), grpc)):
         if _is_count(given) and not 1024 <= given <= 65535:
-            yield _problem(tree, path, "port out of range", got=str(given)[:100], allowed="1024 to 65535")
+            yield tree.problem(path, "port out of range", got=str(given)[:100], allowed="1024 to 65535")
     if _is_count(port) and port == grpc:
         hint = "http_options.port is the same"
-        yield _problem(tree, ("grpc_options", "port"), "the port is given twice", got=str(port), hint=hint)
+        yield tree.problem(("grpc_options", "port"), "the port is given twice", got=str(port), hint=hint)
 
 
 def _all_ask_for_keys(tree: dict[str, Any]) -> bool:
@@ -290,7 +281,7 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
     prefix = app.get("route_prefix", "/")
     if prefix is None or (isinstance(prefix, str) and not prefix.startswith("/")):
         hint = "leave it out, or write / or /name"
-        yield _problem(tree, (*base, "route_prefix"), "not a path", got=repr(prefix), hint=hint)
+        yield tree.problem((*base, "route_prefix"), "not a path", got=repr(prefix), hint=hint)
     config, problems = check_config(args)
     for problem in problems:
         path = (*base, "args", *problem.path.split("."))
@@ -314,8 +305,8 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
             yield unknown_key(join(*here, "name"), name, names, line=tree.line_of((*here, "name")))
         if name in seen:
             hint = f"first on line {tree.line_of((*base, 'deployments', seen[name]))}"
-            yield _problem(tree, (*here, "name"), "the deployment is given twice", got=repr(name), hint=hint)
+            yield tree.problem((*here, "name"), "the deployment is given twice", got=repr(name), hint=hint)
         seen.setdefault(name, i)
         for key, reason in _COMPUTED.items():
             if key in deployment:
-                yield _problem(tree, (*here, key), "set by Tandem, not in the file", hint=reason)
+                yield tree.problem((*here, key), "set by Tandem, not in the file", hint=reason)

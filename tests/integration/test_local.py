@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -260,8 +261,6 @@ def test_nothing_but_the_ingress_serves_strangers(server: Serving) -> None:
 
 def _listening_ports(pid: int) -> list[int]:
     """TCP ports on which a process listens, from /proc."""
-    from pathlib import Path
-
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:

@@ -122,6 +122,11 @@ def test_text_cannot_steer_the_terminal_and_odd_line_ends_do_not_split_it(world:
     assert done.stdout == "a[31mb\u2028cd\te\n\n"
 
 
+def test_a_piped_message_keeps_its_odd_line_ends(world: World) -> None:
+    world.run("chat", "--url", world.server.url, input="a\u2028b\x0cc\nd")
+    assert world.server.chats[-1]["messages"] == [{"role": "user", "content": "a\u2028b\x0cc\nd"}]
+
+
 def test_closing_a_stream_leaves_the_server() -> None:
     with FakeServer().running() as server:
         server.pause.clear()
