@@ -156,20 +156,20 @@ def _finish(
     png: Path | None,
     show: bench_tables.Printer,
 ) -> None:
+    if terminal.as_json:
+        terminal.emit(**{name: value for name, value in content.items() if name != "samples"})
+    else:
+        show(terminal, content)
+    # After what was measured for so long has been shown.
     if out is not None:
         write_report(content, out)
+        terminal.say(f"report in {out}")
     if png is not None:
         try:
             draw(content, png)
         except MeasuringFailed as error:
             raise CommandFailed(f"{png}: {error}") from error
-    if terminal.as_json:
-        terminal.emit(**{name: value for name, value in content.items() if name != "samples"})
-        return
-    show(terminal, content)
-    for name, file in (("report", out), ("picture", png)):
-        if file is not None:
-            terminal.say(f"{name} in {file}")
+        terminal.say(f"picture in {png}")
 
 
 def _measured(terminal: Terminal, services: Services, order: Order, *, timeout_s: float) -> Mapping[str, Any]:

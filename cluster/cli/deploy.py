@@ -24,7 +24,7 @@ from cluster.cli.rollout import Rollout
 from cluster.cli.services import services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.deployment.cluster_files import FileKind, check_cluster_file
-from cluster.deployment.load import check_model, load_deployment
+from cluster.deployment.load import CommandLine, check_all, load_deployment, read_deployment
 from cluster.running.deployed import DeployedFile
 from cluster.running.note import RunningCluster
 from cluster.running.process import process_start
@@ -69,16 +69,15 @@ def validate(
     """
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
-        kind = check_cluster_file(file)
+        source = read_deployment(file)  # once: it may be a pipe
+        kind = check_cluster_file(source, str(file))
         if kind is not FileKind.DEPLOYMENT:
             terminal.say(f"{file}: a valid {kind.value}", style="bold green")
             if as_json:
                 terminal.emit(valid=True, file=str(file), kind=kind.value)
             return
-        deployment = load_deployment(
-            file, port=port, assignments=assignments or (), allow_open=allow_open, with_model=True
-        )
-        checkpoint = check_model(deployment)
+        given = CommandLine(port=port, assignments=tuple(assignments or ()))
+        deployment, checkpoint = check_all(source, str(file), given, allow_open=allow_open)
         pools = {
             name: {
                 "groups": deployment.num_replicas.get(name, 1),

@@ -191,14 +191,13 @@ def _run(terminal: Terminal, services: Services, test: LoadTest, out: Path | Non
         samples={name: [asdict(outcome) for outcome in found] for name, found in samples.items()},
         ceilings={},
     ).content()
-    if out is not None:
-        write_report(report, out)
     if terminal.as_json:
         terminal.emit(**{name: value for name, value in report.items() if name != "samples"})
     else:
         bench_tables.print_load(terminal, rows, test.limits)
-        if out is not None:
-            terminal.say(f"report in {out}")
+    if out is not None:  # after what was measured has been shown
+        write_report(report, out)
+        terminal.say(f"report in {out}")
     if failed := [outcome for found in samples.values() for outcome in found if not outcome.is_answered]:
         terminal.progress.print(f"{len(failed)} requests failed; the first: {failed[0].error}", markup=False)
     if not any(row["answered"] for row in rows):

@@ -23,7 +23,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from cluster.config.problems import ConfigError, Problem, join, unknown_key
 from cluster.config.yaml_tree import Path, YamlTree, read_yaml
-from cluster.deployment.serve_schema import check_tree, read_file
+from cluster.deployment.serve_schema import check_tree
 
 _API_VERSION = "ray.io/v1"
 # Fields of KubeRay 1.7's RayService, one level after the other.
@@ -65,9 +65,9 @@ def kind_of(tree: object) -> FileKind:
     return FileKind.DEPLOYMENT
 
 
-def check_cluster_file(file: FilePath) -> FileKind:
-    """The kind of a file. One that brings machines up is checked: raises ConfigError with every mistake."""
-    tree = read_file(file)
+def check_cluster_file(tree: YamlTree, file: str) -> FileKind:
+    """The kind of a file that was read. One that brings machines up is checked: raises ConfigError with every
+    mistake."""
     kind = kind_of(tree.value)
     if kind is FileKind.DEPLOYMENT:
         return kind
@@ -75,7 +75,7 @@ def check_cluster_file(file: FilePath) -> FileKind:
     problems = [*tree.problems, *(check(tree) if not tree.problems else ())]
     if problems:
         problems.sort(key=lambda problem: problem.line or 0)
-        raise ConfigError(replace(problem, file=str(file)) for problem in problems)
+        raise ConfigError(replace(problem, file=file) for problem in problems)
     return kind
 
 

@@ -1,7 +1,7 @@
 """Everything that can be checked about a deployment before anything is started.
 
 `load_deployment` reads a file, applies the command line, and answers with the deployment or with a
-ConfigError that lists every mistake; `check_model` then opens what the config names: the model folder (of
+ConfigError that lists every mistake; `check_model` opens what the config names: the model folder (of
 weights only the headers) for unsupported or damaged checkpoints and tokenizers, tensor-parallel sizes that do
 not divide, pools and context lengths that do not fit; and the file of API keys.
 """
@@ -80,20 +80,29 @@ def load_deployment(
     port: int | None = None,
     assignments: Sequence[str] = (),
     allow_open: bool = False,
-    with_model: bool = False,
 ) -> Deployment:
-    """The deployment of a file. Raises ConfigError with every mistake found, each with its place.
+    """The deployment of a file. Raises ConfigError with every mistake found, each with its place."""
+    given = CommandLine(port=port, assignments=tuple(assignments))
+    return deployment_of(read_deployment(file), str(file), given, allow_open=allow_open)
 
-    `with_model`: when there is one, look for mistakes of the model too (`check_model` does it when not).
-    """
+
+def read_deployment(file: Path) -> YamlTree:
+    """What a file says, not checked yet. Raises ConfigError where there is none."""
     if not file.exists():
         raise ConfigError([_missing_file(file)])
-    source, given = read_file(file), CommandLine(port=port, assignments=tuple(assignments))
+    return read_file(file)
+
+
+def check_all(
+    source: YamlTree, file: str, given: CommandLine, *, allow_open: bool = False
+) -> tuple[Deployment, Checkpoint | None]:
+    """As `deployment_of` and `check_model`: raises ConfigError with every mistake of both at once."""
     try:
-        return deployment_of(source, str(file), given, allow_open=allow_open)
+        deployment = deployment_of(source, file, given, allow_open=allow_open)
     except ConfigError as error:
-        more = _model_problems_despite(source.value, given, str(file)) if with_model else []
+        more = _model_problems_despite(source.value, given, file)
         raise ConfigError([*error.problems, *more]) from None
+    return deployment, check_model(deployment)
 
 
 def deployment_of(source: YamlTree, file: str, given: CommandLine, *, allow_open: bool = False) -> Deployment:

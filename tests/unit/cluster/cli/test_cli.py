@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,19 @@ def test_a_disk_that_refuses_is_one_sentence(world: World) -> None:
     done = world.run("deploy", world.file(), "--dashboard", world.server.url)
     assert (done.exit_code, type(done.exception)) == (1, SystemExit)
     assert done.stderr.splitlines()[-1] == f"error: {world.folder / 'locks'}: File exists"
+
+
+@pytest.mark.timeout(20)
+def test_validate_reads_a_pipe_once(world: World) -> None:
+    """`tandem validate <(...)`."""
+    pipe = world.folder / "pipe"
+    os.mkfifo(pipe)
+    content = Path(world.file()).read_bytes()
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,), daemon=True)
+    writer.start()
+    done = world.run("validate", str(pipe))
+    writer.join()
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, f"{pipe}: valid")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from cluster.config.problems import ConfigError
 from cluster.deployment.cluster_files import FileKind, check_cluster_file
+from cluster.deployment.serve_schema import read_file
 from tests.unit.cluster.conftest import World
 
 ROOT = Path(__file__).parents[4]
@@ -30,7 +31,7 @@ def changed(tmp_path: Path, file: Path, old: str, new: str) -> list[str]:
     broken = tmp_path / "broken.yaml"
     broken.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError) as caught:
-        check_cluster_file(broken)
+        check_cluster_file(read_file(broken), str(broken))
     return [line.removeprefix(f"{broken}:") for line in str(caught.value).splitlines()]
 
 
@@ -46,7 +47,7 @@ def test_there_is_a_file_for_every_place() -> None:
 def test_ray_takes_every_cluster_file(file: Path) -> None:
     config = prepare_config(yaml.safe_load(file.read_text()))
     validate_config(config)
-    assert check_cluster_file(file) is FileKind.RAY_CLUSTER
+    assert check_cluster_file(read_file(file), str(file)) is FileKind.RAY_CLUSTER
     for remote, local in config["file_mounts"].items():
         assert local == remote or (remote == f"~/tandem/{local}" and (ROOT / local).exists())
     assert set(PACKAGES) <= set(config["file_mounts"].values())
@@ -115,7 +116,7 @@ def test_mistakes_of_a_cluster_file(tmp_path: Path, old: str, new: str, said: st
 
 
 def test_the_kuberay_file_is_the_cluster_s_deployment() -> None:
-    assert check_cluster_file(SERVICE) is FileKind.RAY_SERVICE
+    assert check_cluster_file(read_file(SERVICE), str(SERVICE)) is FileKind.RAY_SERVICE
     manifest = yaml.safe_load(SERVICE.read_text())
     inside = yaml.safe_load(manifest["spec"]["serveConfigV2"])
     outside: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "cluster.yaml").read_text())
@@ -168,7 +169,7 @@ def test_a_service_without_a_deployment(tmp_path: Path) -> None:
     file = tmp_path / "service.yaml"
     file.write_text("apiVersion: ray.io/v1\nkind: RayService\nspec: {}\n")
     with pytest.raises(ConfigError) as caught:
-        check_cluster_file(file)
+        check_cluster_file(read_file(file), str(file))
     assert [problem.path for problem in caught.value.problems] == [
         "spec.rayClusterConfig",
         "spec.serveConfigV2",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.config.problems import ConfigError
-from cluster.deployment.load import check_model, load_deployment
+from cluster.deployment.load import CommandLine, check_all, check_model, load_deployment, read_deployment
 from cluster.deployment.scaling_checks import POLICY
 
 SCALED = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 0, "downscale_delay_s": 0}
@@ -79,8 +79,7 @@ def test_any_value_in_any_place_is_taken_or_refused(
     for junk in JUNK:
         file.write_text(json.dumps(put(good, place, junk)))
         try:
-            deployment = load_deployment(file, with_model=True)
-            check_model(deployment)
+            deployment, _ = check_all(read_deployment(file), str(file), CommandLine())
         except ConfigError as error:
             assert all("Error" not in problem.message for problem in error.problems), error
         else:

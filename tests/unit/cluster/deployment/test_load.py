@@ -9,7 +9,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.config.problems import ConfigError
 from cluster.config.yaml_tree import read_yaml
-from cluster.deployment.load import check_model, load_deployment
+from cluster.deployment.load import CommandLine, check_all, check_model, load_deployment, read_deployment
 from tests.unit.cluster.conftest import World
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
@@ -193,11 +193,12 @@ def test_mistakes_of_the_model_come_with_the_others(tmp_path: Path) -> None:
     for right, wrong in (("port: 8000", "port: 80"), ("policy: prefix", "policy: 3")):
         file.write_text(GOOD.replace("path: embedded", "path: /nowhere/model").replace(right, wrong))
         with pytest.raises(ConfigError) as caught:
-            load_deployment(file, with_model=True)
+            check_all(read_deployment(file), str(file), CommandLine())
         assert [problem.path for problem in caught.value.problems][1:] == ["model.path"]
         assert caught.value.problems[1].file == str(file)
         with pytest.raises(ConfigError) as caught:
-            load_deployment(file, with_model=True, assignments=["model.path=/nowhere/else"])
+            given = CommandLine(assignments=("model.path=/nowhere/else",))
+            check_all(read_deployment(file), str(file), given)
         assert caught.value.problems[1].file == "command line"
         assert "/nowhere/else" in caught.value.problems[1].message
 
