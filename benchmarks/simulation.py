@@ -82,8 +82,9 @@ def calibrated(folder: Path) -> StepCost:
 def replay(port: int, requests: Sequence[TraceRequest]) -> Replayed:
     """Probes first, then the trace. Raises RuntimeError when a request fails."""
     server = Server(url=f"http://127.0.0.1:{port}", headers={}, timeout_s=_ANSWER_TIMEOUT_S)
-    probes = run_load(server, _probes, _say)
-    outcomes = run_load(server, lambda model: of_trace(requests, vocab_size=1000, longest=None), _say)
+    probes = run_load(server, _probes, _say).outcomes
+    sent = run_load(server, lambda model: of_trace(requests, vocab_size=1000, longest=None), _say)
+    outcomes = sent.outcomes
     failed = [outcome.error for outcome in (*probes, *outcomes) if not outcome.is_answered]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed; the first: {failed[0]}")

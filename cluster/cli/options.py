@@ -17,7 +17,8 @@ def finite(value: float | None) -> float | None:
 
 def above_zero(value: float | None) -> float | None:
     """As `finite`, and above 0."""
-    if finite(value) is not None and not value > 0:
+    finite(value)
+    if value is not None and value <= 0:
         raise typer.BadParameter(f"{value:g} is not above 0.")
     return value
 

@@ -138,7 +138,7 @@ def _mooncake(lines: Iterable[str]) -> Iterator[TraceRequest]:
             raise TraceError(f"{place}: {type(entry).__name__} instead of an object")
         prompt = _count(entry.get("input_length"), f"{place}: input_length")
         output = _count(entry.get("output_length"), f"{place}: output_length")
-        stamp = entry.get("timestamp")
+        stamp: Any = entry.get("timestamp")
         if type(stamp) not in (int, float) or not -_MOST_MS < stamp < _MOST_MS:
             raise TraceError(f"{place}: timestamp is {repr(stamp)[:40]}, it must be milliseconds")
         ids = entry.get("hash_ids")

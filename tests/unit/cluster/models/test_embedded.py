@@ -188,6 +188,9 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
 def test_names_of_models(tmp_path: Path) -> None:
     assert model_folder("embedded", tmp_path) == tmp_path / "SmolLM2-135M-Instruct"
     assert model_folder(SMOLLM2.name, tmp_path) == tmp_path / "SmolLM2-135M-Instruct"
+    with pytest.raises(EmbeddedModelError, match=f"{tmp_path} is no model, it holds no config.json; give a"):
+        model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
     assert model_folder(str(tmp_path)) == tmp_path
     with pytest.raises(EmbeddedModelError, match=f"{tmp_path}/none does not exist"):
         model_folder(str(tmp_path / "none"))
