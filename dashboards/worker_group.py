@@ -87,6 +87,14 @@ _LOAD = (
         is_stacked=True,
     ),
     by_label(
+        "Guessed tokens",
+        "Checked by the model, a second: accepted ones are sampled tokens that cost no step of their own.",
+        "short",
+        total_rate(group.DRAFT_TOKENS, "guess"),
+        "guess",
+        is_stacked=True,
+    ),
+    by_label(
         "Preemptions",
         "Sequences put back for want of blocks, a second.",
         "ops",

@@ -53,6 +53,14 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Several tokens a step: guesses that the model checks together. Answers are the same as without."""
+
+    method: str = "none"  # none; prompt_lookup: what came after the same tokens before
+    max_draft_tokens: int = 8  # most guesses of a sequence in a step; how many pay is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     """KV blocks that groups read from each other instead of computing them."""
 
@@ -74,4 +82,5 @@ class GroupConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)

@@ -226,6 +226,8 @@ class GroupStats:
     cached_tokens_total: int = 0  # of those, found in the prefix cache
     remote_tokens_total: int = 0  # of those, in blocks that were read from other groups for the request
     generated_tokens_total: int = 0
+    drafted_tokens_total: int = 0  # guesses that were checked
+    accepted_tokens_total: int = 0  # of those, the right ones; generated tokens too
     preemptions_total: int = 0
     finished_stop_total: int = 0
     finished_length_total: int = 0

@@ -56,6 +56,7 @@ RANGES: dict[str, Range] = {
     "pools.*.schedule.max_prefill_chunk": _COUNT,
     "pools.*.schedule.max_waiting": Range(1, 1_000_000),
     "pools.*.schedule.expected_output_tokens": _COUNT,
+    "pools.*.speculative.max_draft_tokens": Range(1, 64),
     "pools.*.transfer.heartbeat_s": Range(0.1, 600),
     "pools.*.transfer.lease_s": Range(1, 3600),
     "pools.*.transfer.expect_s": Range(0.1, 3600),
@@ -117,6 +118,7 @@ RANGES: dict[str, Range] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.quantization": ("none", "int8", "int4"),
+    "pools.*.speculative.method": ("none", "prompt_lookup"),
     "pools.*.transfer.transport": ("auto", "memory", "process_group", "sockets"),
 }
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._~\[\]:-]+")

@@ -21,6 +21,7 @@ from workers.config import (
     ModelConfig,
     ParallelConfig,
     ScheduleConfig,
+    SpeculativeConfig,
     TransferConfig,
 )
 
@@ -52,6 +53,7 @@ class PoolConfig(BaseModel):
     cache: CacheConfig = Field(default_factory=CacheConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     parallel: ParallelSettings = Field(default_factory=ParallelSettings)
+    speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig)
     transfer: TransferConfig = Field(default_factory=TransferConfig)
 
     def num_gpus_per_rank(self) -> float:
@@ -80,6 +82,7 @@ class PoolConfig(BaseModel):
             cache=self.cache,
             schedule=self.schedule,
             parallel=parallel,
+            speculative=self.speculative,
             transfer=self.transfer,
         )
 

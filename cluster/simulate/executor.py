@@ -12,7 +12,7 @@ from cluster.simulate.world import World
 from workers.engine.step import Sampled, SliceResult, StepPlan, StepResult
 
 TOKEN = 0
-_SAMPLED = SliceResult(sampled=Sampled(token_id=TOKEN))
+_SAMPLED = SliceResult(sampled=(Sampled(token_id=TOKEN),))
 _COMPUTED = SliceResult()
 
 

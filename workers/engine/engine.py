@@ -14,18 +14,20 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 
-from workers.config import CacheConfig, ScheduleConfig
+from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from workers.engine.block_pool import BlockPool
+from workers.engine.drafting import drafting_of
 from workers.engine.exchange import ExchangeCommand, ExchangeSetup, KVExchange, Redirect
-from workers.engine.execution import Outcome, problem_with, run_plan
+from workers.engine.execution import Outcome, failure_of, run_plan
 from workers.engine.leases import LeaseId
 from workers.engine.meter import MeteredModel, StepMeter
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.request import EngineLimits, RequestState, is_transfer_id, validate
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.step import Executor, SequenceSlice, SliceResult
+from workers.engine.step import Executor, Sampled, SequenceSlice, SliceResult
 from workers.engine.totals import EngineTotals, group_report, group_stats
 from workers.report import GroupReport
 from workers.types import (
@@ -55,11 +57,13 @@ class Engine:
         cache: CacheConfig,
         schedule: ScheduleConfig,
         executor: Executor,
+        speculative: SpeculativeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         exchange: ExchangeSetup | None = None,
         metered: MeteredModel | None = None,
     ) -> None:
-        """exchange: of blocks with other groups; None: there is none.
+        """speculative: how tokens are guessed; None: not.
+        exchange: of blocks with other groups; None: there is none.
         metered: to say how well steps use the machine; None: it is not said."""
         exchange = exchange or ExchangeSetup()
         self._limits = limits
@@ -78,6 +82,7 @@ class Engine:
             clock=clock,
             setup=exchange if self._prefix_reuse else replace(exchange, peers=None),
         )
+        self._drafting = drafting_of(speculative, self._pool, cache.block_size)
         self._scheduler = Scheduler(
             schedule=schedule,
             pool=self._pool,
@@ -85,6 +90,7 @@ class Engine:
             prefix_reuse=self._prefix_reuse,
             in_progress=in_progress,
             exchange=self._exchange,
+            drafting=self._drafting,
         )
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices
         self._is_stalled = False  # the last step found nothing to do, and nothing has happened since
@@ -175,6 +181,9 @@ class Engine:
         ended = self._clock()
         self._meter.observe(scheduled.plan, scheduled.num_decoding, ended_s=ended, seconds=ended - started)
         self._totals.add_step(ended - started)
+        if self._drafting is not None and scheduled.num_decoding == len(scheduled.sequences):
+            rows = sum(len(piece.token_ids) for piece in scheduled.plan.slices)
+            self._drafting.note_step(rows, ended - started)
         return chunks
 
     def has_work(self) -> bool:
@@ -283,44 +292,44 @@ class Engine:
     ) -> None:
         """Brings a sequence forward by what the step found for its slice."""
         request_id = sequence.parent.request.request_id
-        if isinstance(outcome, Exception):
-            _log.error("request %s: the step raised", request_id, exc_info=outcome)
-            kind = type(outcome).__name__
-            message = f"The engine failed on this request ({kind}) and ended it."
-            self._fail(request_id, "internal_error", message, chunks, spoiled=sequence)
+        failure = failure_of(piece, outcome, self._limits.vocab_size)
+        if failure is not None:
+            _log.error(
+                "request %s choice %d: %s",
+                request_id,
+                sequence.choice,
+                failure.detail,
+                exc_info=failure.cause,
+            )
+            self._fail(request_id, failure.code, failure.message, chunks, spoiled=sequence)
             return
-        if outcome.error is not None:
-            _log.error("request %s choice %d: %s", request_id, sequence.choice, outcome.error)
-            self._fail(request_id, "numerical_error", outcome.error, chunks, spoiled=sequence)
-            return
-        problem = problem_with(piece, outcome, self._limits.vocab_size)
-        if problem is not None:
-            _log.error("request %s choice %d: %s", request_id, sequence.choice, problem)
-            message = "The engine failed on this request and ended it."
-            self._fail(request_id, "internal_error", message, chunks, spoiled=sequence)
-            return
-        self._scheduler.advance(sequence, len(piece.token_ids))
+        assert isinstance(outcome, SliceResult)
+        self._scheduler.advance(sequence, len(piece.token_ids) - piece.num_drafts)
         if piece.prompt_targets is not None:
             assert sequence.prompt_scores is not None
             sequence.prompt_scores.extend(outcome.prompt_logprobs)
         if sequence.num_computed == sequence.num_tokens:
-            chunks.append(self._answer(sequence, outcome))
+            chunks.append(self._answer(sequence, piece, outcome))
 
-    def _answer(self, sequence: Sequence, result: SliceResult) -> TokenChunk:
-        """The chunk of a sequence whose tokens are all computed; appends the sampled one and ends it if
-        that was the last."""
-        token_ids: tuple[int, ...] = ()
-        logprobs: tuple[TokenLogprob, ...] | None = None
+    def _answer(self, sequence: Sequence, piece: SequenceSlice, result: SliceResult) -> TokenChunk:
+        """The chunk of a sequence whose tokens are all computed; appends what was sampled, as far as the
+        drafts were right, and ends it if its last token was among it."""
+        sampled: list[Sampled] = []
         reason: FinishReason | None = FinishReason.LENGTH  # of a request for no tokens at all
         stop_token_id: int | None = None
-        if result.sampled is not None:
-            token_id = result.sampled.token_id
-            token_ids = (token_id,)
-            if result.sampled.logprob is not None:
-                logprobs = (result.sampled.logprob,)
-            sequence.append(token_id)
-            self._totals.num_generated += 1
+        for draft, found in zip_longest(piece.drafts, result.sampled):
+            sampled.append(found)
+            sequence.append(found.token_id)
             reason, stop_token_id = sequence.end_reason()
+            if reason is not None or found.token_id != draft:
+                break
+            self._scheduler.advance(sequence, 1)  # the draft's keys and values are the token's
+        self._totals.num_generated += len(sampled)
+        if piece.num_drafts:
+            assert self._drafting is not None
+            self._drafting.end(sequence, num_right=len(sampled) - 1)
+            self._totals.num_drafted += piece.num_drafts
+            self._totals.num_accepted += len(sampled) - 1
         if reason is not None:
             was_cut = reason is FinishReason.LENGTH
             self._scheduler.estimate.observe(len(sequence.output), was_cut=was_cut)
@@ -332,8 +341,8 @@ class Engine:
         return TokenChunk(
             request_id=sequence.parent.request.request_id,
             choice=sequence.choice,
-            token_ids=token_ids,
-            logprobs=logprobs,
+            token_ids=tuple(found.token_id for found in sampled),
+            logprobs=_logprobs(sampled),
             prompt_logprobs=sequence.take_prompt_scores() if is_first else None,
             num_cached_tokens=(sequence.num_cached or 0) if is_first else 0,
             times=sequence.parent.times(self._clock()) if is_first else None,
@@ -368,3 +377,9 @@ class Engine:
             self._totals.num_ended[reason] += 1
             if request.transfer_id is not None:
                 self._exchange.leases.request_ended(request.transfer_id)
+
+
+def _logprobs(sampled: list[Sampled]) -> tuple[TokenLogprob, ...] | None:
+    """Of the tokens; None when they were not asked for."""
+    found = tuple(each.logprob for each in sampled if each.logprob is not None)
+    return found or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from workers.engine.step import Executor, GroupFailed, SequenceSlice, SliceResult, StepPlan
 
@@ -37,14 +38,38 @@ def run_plan(executor: Executor, plan: StepPlan) -> Sequence[Outcome]:
     return outcomes
 
 
-def problem_with(piece: SequenceSlice, result: SliceResult, vocab_size: int) -> str | None:
+class Failure(NamedTuple):
+    """Why a slice came to nothing."""
+
+    code: str  # for the client, as the message
+    message: str
+    detail: str  # for the log
+    cause: Exception | None = None
+
+
+def failure_of(piece: SequenceSlice, outcome: Outcome, vocab_size: int) -> Failure | None:
+    """None when the outcome is a result that can be used."""
+    if isinstance(outcome, Exception):
+        message = f"The engine failed on this request ({type(outcome).__name__}) and ended it."
+        return Failure("internal_error", message, "the step raised", outcome)
+    if outcome.error is not None:
+        return Failure("numerical_error", outcome.error, outcome.error)
+    problem = _problem_with(piece, outcome, vocab_size)
+    if problem is not None:
+        return Failure("internal_error", "The engine failed on this request and ended it.", problem)
+    return None
+
+
+def _problem_with(piece: SequenceSlice, result: SliceResult, vocab_size: int) -> str | None:
     """What is wrong with a result, whatever its values: a bug of the executor."""
     if len(result.prompt_logprobs) != len(piece.prompt_targets or ()):
         return f"{len(result.prompt_logprobs)} prompt scores for {len(piece.prompt_targets or ())} targets"
-    if (piece.sample is None) != (result.sampled is None):
-        return "no token was sampled" if result.sampled is None else "a token was sampled unasked"
-    if result.sampled is not None and not 0 <= result.sampled.token_id < vocab_size:
-        return f"token {result.sampled.token_id} is not in the vocabulary of {vocab_size}"
+    expected = 0 if piece.sample is None else 1 + piece.num_drafts
+    if len(result.sampled) != expected:
+        return f"{len(result.sampled)} tokens were sampled, {expected} expected"
+    for sampled in result.sampled:
+        if not 0 <= sampled.token_id < vocab_size:
+            return f"token {sampled.token_id} is not in the vocabulary of {vocab_size}"
     return None
 
 

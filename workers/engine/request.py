@@ -46,7 +46,6 @@ class RequestState:
         "fetch",
         "fetch_s",
         "first_choice",
-        "forbidden_ids",
         "is_admitted",
         "max_num_tokens",
         "num_fetched_blocks",
@@ -63,7 +62,6 @@ class RequestState:
         self.request = request
         self.arrival = arrival  # rank among requests of one priority
         self.end_ids = _end_ids(sampling, limits)
-        self.forbidden_ids = tuple(sorted(self.end_ids))  # while min_tokens has not been reached
         # Of each choice; the context length is the other bound, and validate() has compared the two.
         self.max_num_tokens = len(request.prompt_token_ids) + sampling.max_tokens
         self.prompt_hashes: list[BlockHash] = []

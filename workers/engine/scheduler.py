@@ -24,12 +24,13 @@ from typing import NamedTuple
 from workers.config import ScheduleConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.demand import OutputLengthEstimate
+from workers.engine.drafting import Drafting
 from workers.engine.exchange import KVExchange
 from workers.engine.fetch import FetchState
 from workers.engine.preemption import choose_victim
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.step import SequenceSlice, StepPlan
+from workers.engine.step import StepPlan
 
 _by_key = attrgetter("key")
 _WAITING, _PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
@@ -56,6 +57,7 @@ class Scheduler:
         prefix_reuse: bool,
         in_progress: PrefixesInProgress,
         exchange: KVExchange,
+        drafting: Drafting | None = None,
     ) -> None:
         limits = (
             ("max_step_tokens", schedule.max_step_tokens),
@@ -80,6 +82,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []  # in the order of their first token
         self._in_progress = in_progress
         self._exchange = exchange
+        self._drafting = drafting
         self.num_steps = 0
         self.estimate = OutputLengthEstimate(
             block_size=block_size, first_guess=schedule.expected_output_tokens
@@ -117,19 +120,13 @@ class Scheduler:
         if preemptions == self.preemptions_total:  # else memory is short: nobody new
             self._start_fetches()
             self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
-        slices = [
-            SequenceSlice(
-                token_ids=sequence.output[-1:],
-                start=sequence.num_computed,
-                block_table=sequence.block_table,
-                sample=sequence.task,
-            )
-            for sequence in self._decoding
-        ]
+        if self._drafting is not None and not chunks:
+            self._drafting.start(self._decoding, self._max_step_tokens)
+        slices = [sequence.decode_slice() for sequence in self._decoding]
         sequences = self._decoding.copy()
         for sequence, end in chunks:
             if sequence.state is _PREFILLING:  # not preempted after its turn
-                slices.append(self._chunk_slice(sequence, end))
+                slices.append(sequence.chunk_slice(end))
                 sequences.append(sequence)
         if not slices:
             is_done = not self._waiting and not self.num_running
@@ -377,18 +374,7 @@ class Scheduler:
             fetched = sequence.parent.num_fetched_blocks * self._block_size
             self.remote_tokens_total += min(fetched, cached_prompt)
 
-    # -- slices and seals ---------------------------------------------------------------------------------
-
-    def _chunk_slice(self, sequence: Sequence, end: int) -> SequenceSlice:
-        start = sequence.num_computed
-        return SequenceSlice(
-            token_ids=sequence.tokens(start, end),
-            start=start,
-            block_table=sequence.block_table,
-            sample=sequence.task if end == sequence.num_tokens else None,
-            prompt_targets=sequence.score_targets(start, end),
-            num_prompt_logprobs=sequence.parent.request.sampling.num_prompt_logprobs or 0,
-        )
+    # -- seals ---------------------------------------------------------------------------------------------
 
     def _seal(self, sequence: Sequence) -> None:
         if not self._prefix_reuse:

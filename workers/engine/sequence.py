@@ -16,11 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from workers.engine.request import RequestState
-from workers.engine.step import SampleTask
+from workers.engine.step import SampleTask, SequenceSlice
 from workers.hashing import BlockHash, chain_hash, root_hash
 from workers.types import FinishReason, TokenLogprob
+
+if TYPE_CHECKING:
+    from workers.engine.drafting import DraftState
 
 
 class SequenceState(Enum):
@@ -39,6 +43,8 @@ class Sequence:
         "backlog",
         "block_table",
         "choice",
+        "drafting",
+        "drafts",
         "has_answered",
         "hashes",
         "key",
@@ -74,6 +80,8 @@ class Sequence:
         self.hashes = list(parent.prompt_hashes)
         self.waits_for: BlockHash | None = None  # a block that another sequence is computing
         self.num_cached: int | None = None  # prompt tokens found cached at the first admission
+        self.drafts: tuple[int, ...] = ()  # guesses after the tokens, in the step being computed
+        self.drafting: DraftState | None = None  # once a guess has been looked for
         self.has_answered = False  # its first chunk is out
         self.backlog = 0  # tokens that the scheduler counts as still to prefill
         # Scores of prompt tokens 1, 2, ... as they come; None: not wanted, or delivered.
@@ -81,7 +89,13 @@ class Sequence:
         self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
         self.task: SampleTask | None = None
         if request.sampling.max_tokens > 0:
-            self.task = self._sample_task()
+            self.task = SampleTask(
+                params=request.sampling,
+                choice=choice,
+                prompt_token_ids=self.prompt,
+                output_token_ids=self.output,  # the live list: a task serves many steps
+                end_token_ids=sorted(parent.end_ids) if request.sampling.min_tokens else (),
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +143,28 @@ class Sequence:
         )
         return self.prompt[start + 1 : end + 1]
 
+    def decode_slice(self) -> SequenceSlice:
+        """The newest token and the guesses after it."""
+        return SequenceSlice(
+            token_ids=(self.output[-1], *self.drafts),
+            start=self.num_computed,
+            block_table=self.block_table,
+            sample=self.task,
+            num_drafts=len(self.drafts),
+        )
+
+    def chunk_slice(self, end: int) -> SequenceSlice:
+        """The tokens from the first that is not computed up to `end`."""
+        start = self.num_computed
+        return SequenceSlice(
+            token_ids=self.tokens(start, end),
+            start=start,
+            block_table=self.block_table,
+            sample=self.task if end == self.num_tokens else None,
+            prompt_targets=self.score_targets(start, end),
+            num_prompt_logprobs=self.parent.request.sampling.num_prompt_logprobs or 0,
+        )
+
     def hash_of_block(self, index: int, block_size: int) -> BlockHash:
         """Hash of a full block, whose predecessors have been asked for before."""
         if index == len(self.hashes):
@@ -148,8 +184,6 @@ class Sequence:
         )
         assert self.num_tokens < self.max_num_tokens, f"a token after the last one, {self.max_num_tokens}"
         self.output.append(token_id)
-        if len(self.output) == self.parent.request.sampling.min_tokens:
-            self.task = self._sample_task()  # end ids are allowed from now on
 
     def end_reason(self) -> tuple[FinishReason | None, int | None]:
         """Whether the token just appended ends the sequence, and the id when it is an end id."""
@@ -184,15 +218,3 @@ class Sequence:
 
     def _is_scoring(self) -> bool:
         return self.prompt_scores is not None and len(self.prompt_scores) < self.prompt_len - 1
-
-    def _sample_task(self) -> SampleTask:
-        sampling = self.parent.request.sampling
-        is_too_short = len(self.output) < sampling.min_tokens
-        output: Tokens[int] = self.output  # the live list: a task serves many steps
-        return SampleTask(
-            params=sampling,
-            choice=self.choice,
-            prompt_token_ids=self.prompt,
-            output_token_ids=output,
-            forbidden_token_ids=self.parent.forbidden_ids if is_too_short else (),
-        )

@@ -7,7 +7,7 @@ complete in itself: no rank keeps state about sequences between steps, only the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from workers.types import SamplingParams, TokenLogprob
@@ -15,13 +15,27 @@ from workers.types import SamplingParams, TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTask:
-    """Choose the token after a slice. Read by the sampler on rank 0 before the step returns, never kept."""
+    """Choose the token after a slice. Read by the sampler on rank 0 before the step returns, never kept.
+
+    The position being sampled is the number of tokens here: of prompt, output and drafts together.
+    """
 
     params: SamplingParams
     choice: int
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # so far; its length + len(prompt) is the position being sampled
-    forbidden_token_ids: Sequence[int] = ()  # end ids while min_tokens has not been reached
+    output_token_ids: Sequence[int]  # so far
+    end_token_ids: Sequence[int] = ()  # never chosen before min_tokens has been reached
+    drafts: Sequence[int] = ()  # guessed to come after the output
+
+    @property
+    def num_new(self) -> int:
+        """Tokens after the prompt, before the one to choose."""
+        return len(self.output_token_ids) + len(self.drafts)
+
+    @property
+    def forbidden_token_ids(self) -> Sequence[int]:
+        """Ids that must not be chosen now."""
+        return self.end_token_ids if self.num_new < self.params.min_tokens else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +46,27 @@ class SequenceSlice:
     start: int  # position of the first one = tokens of the sequence already in the pool
     block_table: Sequence[int]  # pool blocks of positions 0 .. start + len(token_ids) - 1, in order
     sample: SampleTask | None = None  # set when the slice reaches the end of the sequence's tokens
+    # The last ones of token_ids are guesses of what will be sampled: a token is sampled before each of them
+    # and after the last. The keys and values of wrong ones are written and never read.
+    num_drafts: int = 0
     # Score prompt tokens: for row i of the slice, log-probabilities of `prompt_targets[i]` (the token at
     # position start + i + 1) with the `num_prompt_logprobs` best; None: not asked for.
     prompt_targets: Sequence[int] | None = None
     num_prompt_logprobs: int = 0
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """The guesses among the tokens."""
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    def sample_tasks(self) -> Sequence[SampleTask]:
+        """What to sample after each of the last rows, in order."""
+        if self.sample is None:
+            return ()
+        if not self.num_drafts:
+            return (self.sample,)
+        drafts = tuple(self.drafts)
+        return tuple(replace(self.sample, drafts=drafts[:count]) for count in range(len(drafts) + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +92,7 @@ class Sampled:
 class SliceResult:
     """What a step found for one slice, in the order of the plan."""
 
-    sampled: Sampled | None = None
+    sampled: Sequence[Sampled] = ()  # when the slice samples: one, and one more for each draft
     prompt_logprobs: Sequence[TokenLogprob] = ()  # one per entry of prompt_targets
     error: str | None = None  # non-finite logits in this row: the sequence cannot go on
 

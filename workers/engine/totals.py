@@ -21,6 +21,8 @@ class EngineTotals:
     """What the engine itself has counted, beside its scheduler, pool and exchange."""
 
     num_generated: int = 0  # tokens
+    num_drafted: int = 0  # guesses that were checked
+    num_accepted: int = 0  # of those, the right ones
     step_seconds: float = 0.0  # moving mean
     step_seconds_total: float = 0.0
     # Requests, by the reason of the choice that ended last.
@@ -53,6 +55,8 @@ def group_stats(
         cached_tokens_total=scheduler.cached_tokens_total,
         remote_tokens_total=scheduler.remote_tokens_total,
         generated_tokens_total=totals.num_generated,
+        drafted_tokens_total=totals.num_drafted,
+        accepted_tokens_total=totals.num_accepted,
         preemptions_total=scheduler.preemptions_total,
         finished_stop_total=totals.num_ended[FinishReason.STOP],
         finished_length_total=totals.num_ended[FinishReason.LENGTH],

@@ -42,7 +42,7 @@ def step_work(model: ModelWork, plan: StepPlan) -> StepWork:
         tokens += new
         pairs += new * piece.start + new * (new + 1) // 2  # each sees itself and all before it
         contexts += piece.start + new
-        rows += len(piece.prompt_targets or ()) + (piece.sample is not None)
+        rows += len(piece.prompt_targets or ()) + (0 if piece.sample is None else 1 + piece.num_drafts)
     flop = 2.0 * (model.linear_weights * tokens + model.head_weights * rows)
     flop += 4.0 * model.attention_width * pairs
     return StepWork(flop, float(model.weight_bytes + model.kv_bytes_per_token * contexts))

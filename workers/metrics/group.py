@@ -34,6 +34,7 @@ PROMPT_TOKENS = counter(
     "engine_prompt_tokens", "Prompt tokens of requests the engine admitted, by where they came from", "source"
 )
 GENERATED_TOKENS = counter("engine_generated_tokens", "Tokens the engine sampled")
+DRAFT_TOKENS = counter("engine_draft_tokens", "Guessed tokens that were checked, by what they were", "guess")
 FINISHED = counter("engine_finished", "Requests the engine ended, by how they did", "reason")
 
 # KV blocks.
@@ -71,7 +72,7 @@ BOTTLENECK = gauge("engine_bottleneck", "1 for what holds recent steps up, 0 for
 GROUP_METRICS: tuple[MetricSpec, ...] = (
     *(UP, EPOCH, INFO, RUNNING, WAITING, WAITING_TOKENS, CONTEXT_TOKENS),
     *(STEPS, STEP_SECONDS, STEP_TOKENS_COMPUTED, STEP_MEAN, PREEMPTIONS),
-    *(PROMPT_TOKENS, GENERATED_TOKENS, FINISHED),
+    *(PROMPT_TOKENS, GENERATED_TOKENS, DRAFT_TOKENS, FINISHED),
     *(KV_BLOCKS, KV_BLOCK_BYTES, KV_QUERY_TOKENS, KV_HIT_TOKENS, KV_EVICTIONS, KV_LIFETIME),
     *(KV_LEASES, KV_LEASES_EXPIRED, KV_FETCHES, KV_FETCHED_TOKENS, KV_FETCH_FAILURES),
     *(KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, KV_TRANSFER_FAILURES, KV_TRANSFER_INFLIGHT),
@@ -111,6 +112,8 @@ _TOTALS: tuple[tuple[MetricSpec, str, _Value], ...] = (
     (PROMPT_TOKENS, "cached", lambda stats: stats.cached_tokens_total - stats.remote_tokens_total),
     (PROMPT_TOKENS, "remote", lambda stats: stats.remote_tokens_total),
     (GENERATED_TOKENS, "", lambda stats: stats.generated_tokens_total),
+    (DRAFT_TOKENS, "accepted", lambda stats: stats.accepted_tokens_total),
+    (DRAFT_TOKENS, "rejected", lambda stats: stats.drafted_tokens_total - stats.accepted_tokens_total),
     (FINISHED, "stop", lambda stats: stats.finished_stop_total),
     (FINISHED, "length", lambda stats: stats.finished_length_total),
     (FINISHED, "error", lambda stats: stats.finished_error_total),

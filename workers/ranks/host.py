@@ -140,6 +140,7 @@ class LeaderHost:
             cache=config.cache,
             schedule=config.schedule,
             executor=self._leader.executor,
+            speculative=config.speculative,
             exchange=exchange.setup if exchange is not None else None,
             metered=self._metered,
         )

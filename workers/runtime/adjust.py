@@ -30,21 +30,23 @@ def adjust(row: torch.Tensor, task: SampleTask) -> None:
     """
     params = task.params
     if params.repetition_penalty != 1.0:
-        seen = np.unique(np.fromiter(chain(task.prompt_token_ids, task.output_token_ids), dtype=np.int64))
+        written = chain(task.output_token_ids, task.drafts)
+        seen = np.unique(np.fromiter(chain(task.prompt_token_ids, written), dtype=np.int64))
         ids = torch.from_numpy(seen).to(row.device)
         scores, penalty = row[ids].double(), params.repetition_penalty
         _put(row, ids, torch.where(scores < 0, scores * penalty, scores / penalty))
-    if _has_output_penalty(params) and task.output_token_ids:
-        written, times = np.unique(np.fromiter(task.output_token_ids, dtype=np.int64), return_counts=True)
-        ids = torch.from_numpy(written).to(row.device)
+    if _has_output_penalty(params) and task.num_new:
+        output = np.fromiter(chain(task.output_token_ids, task.drafts), dtype=np.int64)
+        distinct, times = np.unique(output, return_counts=True)
+        ids = torch.from_numpy(distinct).to(row.device)
         minus = params.presence_penalty + params.frequency_penalty * torch.from_numpy(times)
         _put(row, ids, row[ids] - minus.to(row.device, torch.float32))
     if params.logit_bias:
         ids = torch.tensor([token_id for token_id, _ in params.logit_bias], device=row.device)
         plus = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32, device=row.device)
         _put(row, ids, row[ids] + plus)
-    if task.forbidden_token_ids:
-        row[torch.tensor(list(task.forbidden_token_ids), device=row.device)] = float("-inf")
+    if forbidden := task.forbidden_token_ids:
+        row[torch.tensor(list(forbidden), device=row.device)] = float("-inf")
 
 
 def _has_output_penalty(params: SamplingParams) -> bool:

@@ -13,11 +13,21 @@ from workers.config import (
     ModelConfig,
     ParallelConfig,
     ScheduleConfig,
+    SpeculativeConfig,
     TransferConfig,
 )
 from workers.runtime.handshake import Rendezvous
 
-_Leaf = TypeVar("_Leaf", ModelConfig, CacheConfig, ScheduleConfig, ParallelConfig, TransferConfig, Rendezvous)
+_Leaf = TypeVar(
+    "_Leaf",
+    ModelConfig,
+    CacheConfig,
+    ScheduleConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    TransferConfig,
+    Rendezvous,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,7 @@ class RankOrder:
                 cache=_leaf(CacheConfig, config.get("cache")),
                 schedule=_leaf(ScheduleConfig, config.get("schedule")),
                 parallel=_leaf(ParallelConfig, config.get("parallel")),
+                speculative=_leaf(SpeculativeConfig, config.get("speculative")),
                 transfer=_leaf(TransferConfig, config.get("transfer")),
             ),
             rank=rank,

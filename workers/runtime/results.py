@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,24 +16,31 @@ from workers.types import TokenLogprob
 _NON_FINITE = "the model produced a value that is not a finite number"
 
 
+class _Use(NamedTuple):
+    """What a row of logits is for: one of the two."""
+
+    slice: int
+    target: int | None  # a token to score
+    task: SampleTask | None  # a token to sample
+
+
 class ResultBuilder:
     """Takes the logit rows of a plan in the order of `step_codec.encode`, in one or several parts."""
 
     def __init__(self, plan: StepPlan, kernels: Kernels) -> None:
         self._plan = plan
         self._kernels = kernels
-        # Of each row: its slice, and the token to score; None: the row is sampled from.
-        self._uses: list[tuple[int, int | None]] = []
+        self._uses: list[_Use] = []  # of each row
         self._draws: list[Draw] = []
         for index, piece in enumerate(plan.slices):
             for target in piece.prompt_targets or ():
-                self._uses.append((index, target))
+                self._uses.append(_Use(index, target, None))
                 self._draws.append(BEST)
-            if piece.sample is not None:
-                self._uses.append((index, None))
-                self._draws.append(draw_of(piece.sample))
+            for task in piece.sample_tasks():
+                self._uses.append(_Use(index, None, task))
+                self._draws.append(draw_of(task))
         self._taken = 0
-        self._sampled: dict[int, Sampled] = {}
+        self._sampled: dict[int, list[Sampled]] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
         self._errors: dict[int, str] = {}
 
@@ -47,7 +55,7 @@ class ResultBuilder:
         uses = self._uses[self._taken : self._taken + logits.shape[0]]
         assert len(uses) == logits.shape[0], "more logit rows than the plan asks for"
         self._taken += len(uses)
-        sampling = [row for row, (_, target) in enumerate(uses) if target is None]
+        sampling = [row for row, use in enumerate(uses) if use.task is not None]
         self._sample(drawn, uses, sampling)
         if len(sampling) < len(uses):
             self._score(logits, uses)
@@ -59,21 +67,18 @@ class ResultBuilder:
                 SliceResult(error=self._errors[index])
                 if index in self._errors
                 else SliceResult(
-                    sampled=self._sampled.get(index), prompt_logprobs=tuple(self._scores.get(index, ()))
+                    sampled=tuple(self._sampled.get(index, ())),
+                    prompt_logprobs=tuple(self._scores.get(index, ())),
                 )
                 for index in range(len(self._plan.slices))
             )
         )
 
-    def _sample(self, drawn: Drawn, uses: list[tuple[int, int | None]], rows: list[int]) -> None:
+    def _sample(self, drawn: Drawn, uses: list[_Use], rows: list[int]) -> None:
         if not rows:
             return
-        slices = [uses[row][0] for row in rows]
-        tasks: list[SampleTask] = []
-        for index in slices:
-            task = self._plan.slices[index].sample
-            assert task is not None
-            tasks.append(task)
+        slices = [uses[row].slice for row in rows]
+        tasks = [task for row in rows if (task := uses[row].task) is not None]
         logits, ids = drawn
         if len(rows) < len(uses):
             logits, ids = logits[rows], [ids[row] for row in rows]
@@ -82,15 +87,15 @@ class ResultBuilder:
             if found is None:
                 self._errors[index] = _NON_FINITE
             else:
-                self._sampled[index] = found
+                self._sampled.setdefault(index, []).append(found)
 
-    def _score(self, logits: torch.Tensor, uses: list[tuple[int, int | None]]) -> None:
+    def _score(self, logits: torch.Tensor, uses: list[_Use]) -> None:
         by_slice: dict[int, list[int]] = {}
-        for row, (index, target) in enumerate(uses):
-            if target is not None:
-                by_slice.setdefault(index, []).append(row)
+        for row, use in enumerate(uses):
+            if use.target is not None:
+                by_slice.setdefault(use.slice, []).append(row)
         for index, rows in by_slice.items():
-            targets = [target for row in rows if (target := uses[row][1]) is not None]
+            targets = [target for row in rows if (target := uses[row].target) is not None]
             num_top = self._plan.slices[index].num_prompt_logprobs
             # The rows of a slice lie side by side.
             for score in score_tokens(logits[rows[0] : rows[-1] + 1], targets, num_top):

@@ -50,7 +50,7 @@ def draw_of(task: SampleTask) -> Draw:
     params = task.params
     if is_greedy(params):
         return BEST
-    position = len(task.prompt_token_ids) + len(task.output_token_ids)
+    position = len(task.prompt_token_ids) + task.num_new
     return Draw(
         temperature=params.temperature,
         top_k=max(0, params.top_k),

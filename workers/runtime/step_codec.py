@@ -7,7 +7,7 @@ from workers.kernels import StepMessage, pack_step
 
 
 def encode(plan: StepPlan, block_size: int) -> StepMessage:
-    """Flattens a plan. Logit rows per slice: those of its prompt targets, then its last when it samples."""
+    """Flattens a plan. Logit rows of a slice: those of its prompt targets, then those to sample from."""
     lens: list[int] = []
     starts: list[int] = []
     counts: list[int] = []
@@ -27,7 +27,7 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
         if piece.prompt_targets is not None:
             rows += range(first_row, first_row + len(piece.prompt_targets))
         if piece.sample is not None:
-            rows.append(first_row + length - 1)
+            rows += range(first_row + length - 1 - piece.num_drafts, first_row + length)
     return pack_step(
         lens=lens,
         starts=starts,

@@ -15,6 +15,7 @@ from tests.unit.engine.toy import (
     reference_scores,
     replay,
 )
+from workers.config import SpeculativeConfig
 from workers.engine.step import SequenceSlice
 from workers.types import FinishReason, GenerateRequest, RequestId, RequestRefused
 
@@ -32,6 +33,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
         prefix_reuse=st.booleans(),
         expected=st.sampled_from([1, 8]),
+        drafts=st.sampled_from([0, 0, 1, 5]),
     )
     def start(
         self,
@@ -42,6 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_prefill_chunk: int | None,
         prefix_reuse: bool,
         expected: int,
+        drafts: int,
     ) -> None:
         self.engine, self.executor = make_engine(
             num_blocks=num_blocks,
@@ -52,6 +55,9 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_reuse=prefix_reuse,
             expected_output_tokens=expected,
             max_waiting=6,
+            speculative=SpeculativeConfig(method="prompt_lookup", max_draft_tokens=drafts)
+            if drafts
+            else None,
             eos=EOS,
         )
         self.capacity = num_blocks * block_size
@@ -78,6 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         scores=st.sampled_from([None, None, 2]),
         min_tokens=st.integers(0, 3),
+        top_k=st.sampled_from([0, 2, 4]),
     )
     def add(
         self,
@@ -89,6 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
         temperature: float,
         scores: int | None,
         min_tokens: int,
+        top_k: int,
     ) -> None:
         request = make_request(
             f"r{len(self.requests)}",
@@ -99,6 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
             temperature=temperature,
             num_prompt_logprobs=scores,
             min_tokens=min(min_tokens, max_tokens),
+            top_k=top_k,
         )
         try:
             self.engine.add(request)

@@ -9,8 +9,9 @@ Reference tokens come from `reference()`, which has no blocks at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from workers.config import CacheConfig, ScheduleConfig, TransferConfig
+from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig, TransferConfig
 from workers.engine.engine import Engine
 from workers.engine.exchange import ExchangeSetup
 from workers.engine.fetch import KVPeers
@@ -37,13 +38,14 @@ def _content(before: int, token_id: int, position: int) -> int:
 
 
 def _choose(contents: Sequence[int], task: SampleTask) -> int:
-    """The toy's token: greedy ones are alike for all choices, others differ by choice and seed."""
+    """The toy's token: greedy ones are alike for all choices, others differ by choice and seed. With top_k
+    one of the first ids, so that guesses from what came before are right now and then."""
     mix = 0
     for content in contents:
         mix = (mix * 31 + content) % _MOD
     if task.params.temperature > 0:
         mix += 1_009 * task.choice + 7 * task.params.seed
-    token_id = mix % VOCAB
+    token_id = mix % (task.params.top_k or VOCAB)
     while token_id in task.forbidden_token_ids:
         token_id = (token_id + 1) % VOCAB
     return token_id
@@ -71,7 +73,7 @@ def reference(request: GenerateRequest, choice: int = 0, eos: Sequence[int] = ()
             choice=choice,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=output,
-            forbidden_token_ids=sorted(ends) if len(output) < sampling.min_tokens else (),
+            end_token_ids=sorted(ends),
         )
         output.append(_choose(contents_of((*request.prompt_token_ids, *output)), task))
         if output[-1] in ends:
@@ -155,14 +157,16 @@ class ToyExecutor:
             content = self._pool[self._slot(piece, position)]
             assert content is not None
             contents.append(content)
-        sampled = None
-        if piece.sample is not None:
-            task = piece.sample
-            known = len(task.prompt_token_ids) + len(task.output_token_ids)
-            assert len(contents) == known, f"{len(contents)} computed of {known} known tokens"
-            token_id = _choose(contents, task)
+        sampled = []
+        for task in piece.sample_tasks():
+            known = len(task.prompt_token_ids) + task.num_new
+            assert len(contents) - piece.num_drafts + len(task.drafts) == known, (
+                f"{len(contents)} computed of {known} known tokens"
+            )
+            token_id = _choose(contents[:known], task)
             wants = task.params.num_logprobs is not None
-            sampled = Sampled(token_id=token_id, logprob=_score(contents, token_id) if wants else None)
+            score = _score(contents[:known], token_id) if wants else None
+            sampled.append(Sampled(token_id=token_id, logprob=score))
         scores = [
             _score(contents[: piece.start + row + 1], target)
             for row, target in enumerate(piece.prompt_targets or ())
@@ -172,11 +176,13 @@ class ToyExecutor:
 
 def _copy(piece: SequenceSlice) -> SequenceSlice:
     """A slice as it was in its step: tables and outputs are live lists."""
+    task = piece.sample
     return SequenceSlice(
         token_ids=tuple(piece.token_ids),
         start=piece.start,
         block_table=tuple(piece.block_table),
-        sample=piece.sample,
+        sample=task and replace(task, output_token_ids=tuple(task.output_token_ids)),
+        num_drafts=piece.num_drafts,
         prompt_targets=piece.prompt_targets,
         num_prompt_logprobs=piece.num_prompt_logprobs,
     )
@@ -198,6 +204,7 @@ def make_engine(
     peers: KVPeers | None = None,
     on_offer: OfferListener = lambda *_: None,
     transfer: TransferConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
 ) -> tuple[Engine, ToyExecutor]:
     executor = ToyExecutor(num_blocks, block_size)
     engine = Engine(
@@ -211,6 +218,7 @@ def make_engine(
             expected_output_tokens=expected_output_tokens,
         ),
         executor=executor,
+        speculative=speculative,
         clock=clock,
         exchange=ExchangeSetup(peers=peers, on_offer=on_offer, transfer=transfer or TransferConfig()),
     )
@@ -231,6 +239,7 @@ def make_request(
     ignore_eos: bool = False,
     num_logprobs: int | None = None,
     num_prompt_logprobs: int | None = None,
+    top_k: int = 0,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(name),
@@ -243,6 +252,7 @@ def make_request(
             ignore_eos=ignore_eos,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
+            top_k=top_k,
         ),
         num_choices=num_choices,
         priority=priority,
@@ -260,6 +270,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[TokenLogprob]] = {}
         self.first: dict[tuple[str, int], TokenChunk] = {}
         self.last: dict[tuple[str, int], TokenChunk] = {}
 
@@ -269,6 +280,7 @@ class Transcript:
             assert key not in self.last, f"{key} goes on after its end"
             self.first.setdefault(key, chunk)
             self.tokens.setdefault(key, []).extend(chunk.token_ids)
+            self.logprobs.setdefault(key, []).extend(chunk.logprobs or ())
             if chunk.finish_reason is not None:
                 self.last[key] = chunk
 

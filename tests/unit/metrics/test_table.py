@@ -46,6 +46,7 @@ CLOSED = {
     "state": {"free", "cached", "active", "transferring"},
     "kind": {*(kind.value for kind in StepKind), "stored", "removed"},
     "bound": {bound.value for bound in Bound},
+    "guess": {"accepted", "rejected"},
     "role": {"unified", "prefill", "decode"},
 }  # fmt: skip
 UNITS = ("seconds", "bytes", "tokens", "blocks", "requests", "ratio")

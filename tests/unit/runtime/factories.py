@@ -27,11 +27,11 @@ def task(
 ) -> SampleTask:
     """A sample task; `changes` replaces fields of `params`."""
     return SampleTask(
-        params=replace(params, **changes),
+        params=replace(params, min_tokens=len(output) + 1 if forbidden else 0, **changes),
         choice=choice,
         prompt_token_ids=prompt,
         output_token_ids=output,
-        forbidden_token_ids=forbidden,
+        end_token_ids=forbidden,
     )
 
 

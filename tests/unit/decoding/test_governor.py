@@ -1,0 +1,99 @@
+"""How many guesses are worth their rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers.decoding.governor import Chance, Governor, StepTimes
+
+# Milliseconds by rows: small batches wait for memory.
+FLAT = {1: 10.0, 2: 10.0, 4: 10.2, 8: 10.6, 16: 15.0, 32: 28.0, 48: 40.0, 64: 52.0, 256: 220.0}
+
+
+def _governor(times: dict[int, float]) -> Governor:
+    governor = Governor()
+    for rows, milliseconds in times.items():
+        governor.observe(rows, milliseconds / 1000)
+    return governor
+
+
+def test_nothing_is_guessed_before_a_step_has_been_seen() -> None:
+    assert Governor().lengths([0.9], [8], 512) == [0]
+
+
+def test_alone_good_guesses_are_taken_and_bad_ones_not() -> None:
+    governor = _governor(FLAT)
+    assert governor.lengths([0.9], [7], 512) == [7]
+    assert 1 <= governor.lengths([0.2], [7], 512)[0] <= 3
+    assert governor.lengths([0.01], [7], 512) == [0]
+
+
+def test_in_a_full_batch_only_what_is_nearly_certain_pays() -> None:
+    governor = _governor(FLAT)
+    assert governor.lengths([0.6] * 32, [8] * 32, 512) == [0] * 32
+    lengths = governor.lengths([0.99] * 4 + [0.3] * 28, [8] * 32, 512)
+    assert sum(lengths[:4]) > 0 == sum(lengths[4:])
+
+
+def test_the_row_that_brings_most_goes_first() -> None:
+    first, second = _governor(FLAT).lengths([0.9, 0.8], [8, 8], 8)
+    assert (first, second) == (4, 2)  # .9 .81 | .8 | .73 .66 | .64
+
+
+def test_limits_and_rows_are_kept() -> None:
+    governor = _governor(dict.fromkeys(FLAT, 10.0))
+    assert governor.lengths([0.9, 0.9], [3, 0], 512) == [3, 0]
+    assert sum(governor.lengths([0.9] * 3, [8] * 3, 10)) == 7
+    assert governor.lengths([0.9] * 3, [8] * 3, 3) == [0, 0, 0]
+    assert governor.lengths([], [], 512) == []
+
+
+def test_what_does_not_pay_is_tried_now_and_then() -> None:
+    governor = _governor(FLAT)
+    tried = [sum(governor.lengths([0.3] * 32, [8] * 32, 512)) for _ in range(64)]
+    assert tried == ([0] * 31 + [8]) * 2
+
+
+def test_it_turns_down_as_the_batch_grows_and_up_again() -> None:
+    governor = _governor(FLAT)
+    means = [sum(governor.lengths([0.7] * n, [8] * n, 512)) / n for n in (1, 8, 32, 8, 1)]
+    assert means[0] == means[4] > means[1] == means[3] > means[2]
+
+
+def test_a_chance_starts_with_that_of_all_and_becomes_its_own() -> None:
+    everyone = Chance()
+    assert everyone.value == 0.5
+    for _ in range(50):
+        Chance(everyone).observe(4, 4)
+    assert everyone.value > 0.9
+    mine = Chance(everyone)
+    assert mine.value == pytest.approx(everyone.value)
+    for _ in range(20):
+        mine.observe(4, 0)
+    assert mine.value < 0.2
+
+
+def test_a_guess_after_a_wrong_one_says_nothing() -> None:
+    chance = Chance()
+    chance.observe(8, 1)
+    assert chance.value == pytest.approx((1 + 2 * 0.5) / (1 + 1 + 2))  # one right, one wrong, six unknown
+
+
+def test_times_lie_between_what_was_measured() -> None:
+    times = StepTimes()
+    assert times.is_empty
+    times.observe(10, 1.0)
+    times.observe(30, 3.0)
+    assert times.of(20) == pytest.approx(2.0)
+    assert times.of(1) == 1.0
+    assert times.of(45) == 3.0 and times.of(90) == pytest.approx(6.0)
+
+
+def test_more_rows_never_seem_shorter_and_news_count() -> None:
+    times = StepTimes()
+    times.observe(4, 2.0)
+    times.observe(8, 1.0)
+    assert times.of(8) == 2.0
+    for _ in range(40):
+        times.observe(8, 5.0)
+    assert times.of(8) == pytest.approx(5.0, rel=0.01)

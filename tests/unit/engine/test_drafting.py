@@ -1,0 +1,104 @@
+"""Guessed tokens in the engine: the same answers in fewer steps, and no block kept for a wrong guess."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, run
+from workers.config import SpeculativeConfig
+from workers.engine.block_pool import BlockPool
+from workers.engine.drafting import drafting_of
+from workers.types import FinishReason
+
+LOOKUP = SpeculativeConfig(method="prompt_lookup", max_draft_tokens=4)
+
+
+def _num_drafts(executor: ToyExecutor) -> int:
+    return sum(piece.num_drafts for plan in executor.plans for piece in plan.slices)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_requests", [1, 5])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_the_answer_is_the_one_without_guesses(
+    temperature: float, num_requests: int, block_size: int
+) -> None:
+    requests = [
+        make_request(
+            f"r{i}", numbers(9, i), 60, temperature=temperature, top_k=2, num_logprobs=0, num_choices=2
+        )
+        for i in range(num_requests)
+    ]
+    engine, executor = make_engine(block_size=block_size, num_blocks=2048, speculative=LOOKUP)
+    plain, _ = make_engine(block_size=block_size, num_blocks=2048)
+    for request in requests:
+        engine.add(request)
+        plain.add(request)
+    guessed, expected = run(engine), run(plain)
+    for request in requests:
+        for choice in range(2):
+            assert guessed.tokens[request.request_id, choice] == reference(request, choice)
+    assert guessed.logprobs == expected.logprobs
+    stats = engine.stats()
+    assert stats.drafted_tokens_total == _num_drafts(executor) > 0
+    assert 0 < stats.accepted_tokens_total < stats.drafted_tokens_total
+    assert engine.stats().num_steps < plain.stats().num_steps
+
+
+def test_guesses_never_go_past_the_last_token() -> None:
+    for max_tokens in range(1, 12):
+        request = make_request(
+            "a", (1, 1, 1, 1, 1), max_tokens, top_k=1
+        )  # always the same: all guesses right
+        engine, executor = make_engine(speculative=LOOKUP)
+        engine.add(request)
+        transcript = run(engine)
+        assert transcript.tokens["a", 0] == reference(request)
+        assert transcript.reason("a") is FinishReason.LENGTH
+        ends = [piece.start + len(piece.token_ids) for plan in executor.plans for piece in plan.slices]
+        assert max(ends) <= 5 + max_tokens - 1
+
+
+def test_an_end_id_inside_the_guesses_ends_the_answer_there() -> None:
+    request = make_request("a", (0, 0, 0, 0, 0), 40, top_k=1, min_tokens=7)
+    engine, _ = make_engine(eos=(0,), speculative=LOOKUP)
+    engine.add(request)
+    transcript = run(engine)
+    assert transcript.tokens["a", 0] == reference(request, eos=(0,))
+    assert transcript.last["a", 0].stop_token_id == 0
+
+
+def test_blocks_of_wrong_guesses_are_given_back_at_once() -> None:
+    engine, executor = make_engine(block_size=1, speculative=LOOKUP)
+    engine.add(make_request("a", numbers(9), 40, top_k=2))
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()  # asserts that a table covers the computed tokens and no more
+    assert _num_drafts(executor) > engine.stats().accepted_tokens_total
+
+
+def test_guesses_take_no_blocks_from_anybody() -> None:
+    requests = [make_request(f"r{i}", numbers(8, i), 24, top_k=2) for i in range(3)]
+    engine, _ = make_engine(block_size=4, num_blocks=24, expected_output_tokens=24, speculative=LOOKUP)
+    for request in requests:
+        engine.add(request)
+    transcript = run(engine)
+    assert engine.stats().preemptions_total == 0  # 3 x 8 blocks are all that they need
+    assert all(transcript.tokens[request.request_id, 0] == reference(request) for request in requests)
+
+
+def test_steps_stay_within_their_budget() -> None:
+    engine, executor = make_engine(max_step_tokens=5, max_running=4, speculative=LOOKUP)
+    for i in range(4):
+        engine.add(make_request(f"r{i}", numbers(9, i), 30, top_k=1))
+    run(engine)
+    assert max(sum(len(piece.token_ids) for piece in plan.slices) for plan in executor.plans) == 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [SpeculativeConfig(method="guess"), SpeculativeConfig(method="prompt_lookup", max_draft_tokens=0)],
+)
+def test_an_unknown_method_and_no_guesses_are_refused(config: SpeculativeConfig) -> None:
+    with pytest.raises(ValueError, match="speculative"):
+        drafting_of(config, BlockPool(4), 16)

@@ -1,0 +1,1 @@
+"""Methods that choose tokens several at a time: guesses for the next ones, and how many of them pay."""

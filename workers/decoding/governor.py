@@ -1,0 +1,152 @@
+"""How many guessed tokens a step should check: as many as bring the most tokens a second.
+
+A guess that is checked costs a row of the step, and is worth its chance of being right. What a row costs
+depends on the machine and on how many rows there are already: with few, the weights are read for all of them
+at once and a further row is nearly free; with many, each takes its time. So both sides are measured:
+
+    time of a step      by number of rows, from the steps themselves
+    chance of a guess   from what became of the sequence's guesses so far
+
+and the guesses with the best chances are taken while the expected tokens a second rise (goodput, as in Liu et
+al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", 2024).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
+from math import log
+
+_GROWTH = 1.25  # of rows from one measured number to the next
+_TRIED = 1.5  # times the most rows measured may be tried without a measurement
+_SHORTEST_S = 1e-6  # of a step
+_WEIGHT = 0.2  # of the newest step in the mean of its number of rows
+_MARGIN = 1.02  # guesses have to promise so much more than none: both sides are estimates
+_PROBE_EVERY = 32  # steps; what is never tried is never learnt anew
+_FADE = 0.9  # of what is known of a sequence's guesses, per check
+_PRIOR_CHECKS = 2.0  # that the chance of all sequences weighs in the one of a sequence
+_FIRST_CHANCE = 0.5
+
+
+class Chance:
+    """How likely a guess is to be right, given that those before it were: faded counts over a prior."""
+
+    def __init__(self, prior: Chance | None = None) -> None:
+        """`prior`: of all sequences together; it learns along."""
+        self._prior = prior
+        self._right = self._wrong = 0.0
+
+    @property
+    def value(self) -> float:
+        """From 0 to 1."""
+        first = _FIRST_CHANCE if self._prior is None else self._prior.value
+        return (self._right + _PRIOR_CHECKS * first) / (self._right + self._wrong + _PRIOR_CHECKS)
+
+    def observe(self, num_drafts: int, num_right: int) -> None:
+        """Of `num_drafts` guesses the first `num_right` were right; the one after them, if any, was not."""
+        self._right = self._right * _FADE + num_right
+        self._wrong = self._wrong * _FADE + (num_right < num_drafts)
+        if self._prior is not None:
+            self._prior.observe(num_drafts, num_right)
+
+
+class StepTimes:
+    """Mean time of a step by its rows, seconds; never shorter with more rows."""
+
+    def __init__(self) -> None:
+        self._rows: list[float] = []  # rising
+        self._seconds: list[float] = []
+        self._buckets: list[int] = []
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """A step of `num_rows` has taken so long."""
+        seconds = max(seconds, _SHORTEST_S)
+        bucket = round(log(num_rows, _GROWTH))
+        index = bisect_left(self._buckets, bucket)
+        if index == len(self._buckets) or self._buckets[index] != bucket:
+            self._buckets.insert(index, bucket)
+            self._rows.insert(index, float(num_rows))
+            self._seconds.insert(index, seconds)
+        else:
+            self._rows[index] += _WEIGHT * (num_rows - self._rows[index])
+            self._seconds[index] += _WEIGHT * (seconds - self._seconds[index])
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has been observed: `of` has no answer."""
+        return not self._rows
+
+    def of(self, num_rows: int) -> float:
+        """Between what has been measured. A little beyond it, as long as the nearest, to be found out by
+        trying; further beyond, longer in proportion."""
+        index = bisect_left(self._rows, num_rows)
+        before = max(self._seconds[:index], default=0.0)
+        if index == len(self._rows):
+            return before * max(1.0, num_rows / (_TRIED * self._rows[-1]))
+        after = max(before, self._seconds[index])
+        if index == 0:
+            return after
+        low, high = self._rows[index - 1], self._rows[index]
+        return before + (after - before) * (num_rows - low) / (high - low)
+
+
+class Governor:
+    """Of one engine: measures its steps and says how long drafts may be."""
+
+    def __init__(self) -> None:
+        self.chance = Chance()  # of all sequences
+        self._times = StepTimes()
+        self._since_probe = 0
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """A step that decoded only, with `num_rows` rows, drafts among them."""
+        self._times.observe(num_rows, seconds)
+
+    def lengths(self, chances: Sequence[float], limits: Sequence[int], max_rows: int) -> list[int]:
+        """How many guesses of each sequence to check, at most `limits`, so that a step of one row a sequence
+        and these has no more than `max_rows`."""
+        lengths = [0] * len(chances)
+        if self._times.is_empty:
+            return lengths
+        order = _by_worth(chances, limits, max_rows - len(chances))
+        for index in order[: self._num_worth(chances, order)]:
+            lengths[index] += 1
+        if any(lengths):
+            self._since_probe = 0
+        elif order:
+            self._since_probe += 1
+            if self._since_probe == _PROBE_EVERY:
+                self._since_probe = 0
+                lengths[order[0]] = min(limits[order[0]], max_rows - len(chances))
+        return lengths
+
+    def _num_worth(self, chances: Sequence[float], order: Sequence[int]) -> int:
+        """How many of the guesses in `order` (the sequence of each) make the most tokens a second."""
+        tokens, rows, best = float(len(chances)), len(chances), 0
+        best_rate = _MARGIN * tokens / self._times.of(rows)
+        worth = list(chances)
+        for count, index in enumerate(order, 1):
+            tokens += worth[index]
+            worth[index] *= chances[index]
+            rate = tokens / self._times.of(rows + count)
+            if rate > best_rate:
+                best_rate, best = rate, count
+        return best
+
+
+def _by_worth(chances: Sequence[float], limits: Sequence[int], most: int) -> list[int]:
+    """The sequence of each guess, those first that are most likely right together with all before them."""
+    heap = [(-chance, index) for index, chance in enumerate(chances) if limits[index] > 0]
+    heapify(heap)
+    left = list(limits)
+    order: list[int] = []
+    while heap and len(order) < most:
+        worth, index = heap[0]
+        order.append(index)
+        left[index] -= 1
+        if left[index]:
+            heapreplace(heap, (worth * chances[index], index))
+        else:
+            heappop(heap)
+    return order
