@@ -20,7 +20,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.spin import spin_briefly
-from cluster.machine import facts
+from cluster.figures.machine import facts
 from workers.config import (
     CacheConfig,
     GroupConfig,
