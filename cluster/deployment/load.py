@@ -21,7 +21,7 @@ from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL, TandemConfig
 from cluster.config.yaml_tree import YamlTree
 from cluster.deployment.named_files import key_problems, open_model
-from cluster.deployment.serve_schema import check_read, grpc_port, is_ours, read_file
+from cluster.deployment.serve_schema import check_read, grpc_port, in_args, is_ours, read_file
 from cluster.models.embedded import EmbeddedModelError, canonical_path, model_folder
 from cluster.running.serve_api import ingress_url
 from workers.model.checkpoint import Checkpoint
@@ -53,6 +53,8 @@ class Deployment:
     application: str
     config: TandemConfig
     given: CommandLine
+    source: YamlTree  # the file as it was read
+    index: int  # of its application in there
     host: str
     port: int
     route_prefix: str  # what paths of the API begin with: "/" or "/name"
@@ -100,7 +102,7 @@ def check_all(
     try:
         deployment = deployment_of(source, file, given, allow_open=allow_open)
     except ConfigError as error:
-        more = _model_problems_despite(source.value, given, file)
+        more = _model_problems_despite(source, given, file)
         raise ConfigError([*error.problems, *more]) from None
     return deployment, check_model(deployment)
 
@@ -134,6 +136,8 @@ def deployment_of(source: YamlTree, file: str, given: CommandLine, *, allow_open
         application=app.get("name", "default"),
         config=config.model_copy(update={"model": model}),
         given=given,
+        source=source,
+        index=index,
         host=http.get("host", "0.0.0.0"),
         port=http.get("port", 8000),
         route_prefix=app.get("route_prefix", "/"),
@@ -148,21 +152,15 @@ def check_model(deployment: Deployment) -> Checkpoint | None:
 
     Raises ConfigError naming file and cause.
     """
-    checkpoint, problems = _open_model(deployment.config, deployment.given, deployment.file)
+    checkpoint, problems = _open_model(deployment.config)
     if problems:
-        raise ConfigError(problems)
+        where = deployment.source, deployment.index, deployment.file
+        raise ConfigError(_placed(problem, *where, deployment.given) for problem in problems)
     return checkpoint
 
 
-def _open_model(
-    config: TandemConfig, given: CommandLine, file: str
-) -> tuple[Checkpoint | None, list[Problem]]:
-    """The model folder, and what does not fit it or is wrong with the file of API keys; each mistake is the
-    deployment file's or the command line's."""
-
-    def place(path: str) -> str:
-        return _COMMAND_LINE if path in given.paths else file
-
+def _open_model(config: TandemConfig) -> tuple[Checkpoint | None, list[Problem]]:
+    """The model folder, and what does not fit it or is wrong with the file of API keys."""
     checkpoint: Checkpoint | None = None
     problems: list[Problem] = []
     try:
@@ -171,14 +169,20 @@ def _open_model(
             checkpoint, problems = open_model(config, folder)
     except EmbeddedModelError as error:
         problems = [Problem(path="model.path", message=str(error))]
-    problems += key_problems(config)
-    return checkpoint, [replace(problem, file=place(problem.path)) for problem in problems]
+    return checkpoint, [*problems, *key_problems(config)]
 
 
-def _model_problems_despite(tree: Any, given: CommandLine, file: str) -> list[Problem]:
+def _placed(problem: Problem, source: YamlTree, index: int, file: str, given: CommandLine) -> Problem:
+    """A mistake of a config where it was made: in the file or on the command line."""
+    if problem.path in given.paths:
+        return replace(problem, file=_COMMAND_LINE)
+    return replace(in_args(problem, source, index), file=file)
+
+
+def _model_problems_despite(source: YamlTree, given: CommandLine, file: str) -> list[Problem]:
     """Mistakes of the model in a file that has others too, as far as its config can be read."""
-    applications = tree.get("applications") if isinstance(tree, dict) else None
-    for app in applications if isinstance(applications, list) else ():
+    applications = source.value.get("applications") if isinstance(source.value, dict) else None
+    for index, app in enumerate(applications if isinstance(applications, list) else ()):
         args = app.get("args") if is_ours(app) else None
         if not isinstance(args, dict):
             continue
@@ -188,7 +192,8 @@ def _model_problems_despite(tree: Any, given: CommandLine, file: str) -> list[Pr
         if config is None:  # the model's own part may be right
             config, _ = check_config({"model": args["model"]} if "model" in args else {})
         if config is not None:
-            return _open_model(config, given, file)[1]
+            problems = _open_model(config)[1]
+            return [_placed(problem, source, index, file, given) for problem in problems]
     return []
 
 

@@ -274,6 +274,12 @@ def _pool_names(args: Any) -> Sequence[str]:
     return list(pools) if isinstance(pools, dict) and pools else ["unified"]
 
 
+def in_args(problem: Problem, tree: YamlTree, index: int) -> Problem:
+    """A problem of a config, where that stands in the file: in `args` of the application of a position."""
+    path: Path = ("applications", index, "args", *problem.path.split("."))
+    return replace(problem, path=join(*path), line=tree.line_of(path))
+
+
 def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
     base: Path = ("applications", index)
     app = tree.value["applications"][index]
@@ -284,14 +290,12 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
         yield tree.problem((*base, "route_prefix"), "not a path", got=repr(prefix), hint=hint)
     config, problems = check_config(args)
     for problem in problems:
-        path = (*base, "args", *problem.path.split("."))
-        yield replace(problem, path=join(*path), line=tree.line_of(path))
+        yield in_args(problem, tree, index)
     deployments = app.get("deployments")
     deployments = deployments if isinstance(deployments, list) else []
     if config is not None:
         for problem in deployment_problems(config, deployments):
-            path = (*base, "args", *problem.path.split("."))
-            yield replace(problem, path=join(*path), line=tree.line_of(path))
+            yield in_args(problem, tree, index)
         for problem in scaling_problems(app, config, ROUTER_DEPLOYMENT):
             path = (*base, *parts_of(problem.path))
             yield replace(problem, path=join(*path), line=tree.line_of(path))

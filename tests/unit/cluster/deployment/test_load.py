@@ -67,7 +67,8 @@ def problems_of(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
          "readers do not agree on what this word means; got 010; write a decimal number, or quote it"),
         ("tensor_parallel: 1", "tensor_paralel: 2",
          f"12:{ARGS}.pools.unified.tensor_paralel: unknown key; got 'tensor_paralel'; allowed: cache, "
-         "cpus_per_rank, drain_timeout_s, gpus_per_rank, parallel, placement, schedule, start_timeout_s, "
+         "cpus_per_rank, drain_timeout_s, gpus_per_rank, parallel, placement, schedule, speculative, "
+         "start_timeout_s, "
          "tensor_parallel, transfer, wait_for_resources; did you mean tensor_parallel?"),
         ("tensor_parallel: 1", "tensor_parallel: 0",
          f"12:{ARGS}.pools.unified.tensor_parallel: out of range; got 0; allowed: at least 1, at most 1024"),
@@ -194,8 +195,8 @@ def test_mistakes_of_the_model_come_with_the_others(tmp_path: Path) -> None:
         file.write_text(GOOD.replace("path: embedded", "path: /nowhere/model").replace(right, wrong))
         with pytest.raises(ConfigError) as caught:
             check_all(read_deployment(file), str(file), CommandLine())
-        assert [problem.path for problem in caught.value.problems][1:] == ["model.path"]
-        assert caught.value.problems[1].file == str(file)
+        problem = caught.value.problems[1]
+        assert (problem.file, problem.line, problem.path) == (str(file), 9, f"{ARGS}.model.path")
         with pytest.raises(ConfigError) as caught:
             given = CommandLine(assignments=("model.path=/nowhere/else",))
             check_all(read_deployment(file), str(file), given)
