@@ -23,7 +23,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from cluster.config.problems import ConfigError, Problem, join, unknown_key
 from cluster.config.yaml_tree import Path, YamlTree, read_yaml
-from cluster.deployment.serve_schema import check_tree
+from cluster.deployment.deployment_file import check_tree
 
 _API_VERSION = "ray.io/v1"
 # Fields of KubeRay 1.7's RayService, one level after the other.

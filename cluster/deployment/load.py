@@ -20,8 +20,8 @@ from cluster.config.pools import deployment_problems
 from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL, TandemConfig
 from cluster.config.yaml_tree import YamlTree
+from cluster.deployment.deployment_file import check_read, grpc_port, in_args, is_ours, read_file
 from cluster.deployment.named_files import key_problems, open_model
-from cluster.deployment.serve_schema import check_read, grpc_port, in_args, is_ours, read_file
 from cluster.models.embedded import EmbeddedModelError, canonical_path, model_folder
 from cluster.running.serve_api import ingress_url
 from workers.model.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ import yaml
 
 from cluster.config.problems import ConfigError, Problem, closest
 from cluster.config.yaml_tree import read_yaml
-from cluster.deployment.serve_schema import is_ours
+from cluster.deployment.deployment_file import is_ours
 
 _KEY = "num_replicas"
 _HINT = "edit the file by hand, then `tandem deploy FILE`"

@@ -13,7 +13,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from cluster.config.problems import ConfigError
 from cluster.deployment.cluster_files import FileKind, check_cluster_file
-from cluster.deployment.serve_schema import read_file
+from cluster.deployment.deployment_file import read_file
 from tests.unit.cluster.conftest import World
 
 ROOT = Path(__file__).parents[4]

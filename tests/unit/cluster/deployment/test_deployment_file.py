@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.problems import Problem
-from cluster.deployment.serve_schema import check_file
+from cluster.deployment.deployment_file import check_file
 
 GOOD = """\
 http_options: {host: 127.0.0.1, port: 8000}
