@@ -56,7 +56,9 @@ class ParallelConfig:
 class SpeculativeConfig:
     """Several tokens a step: guesses that the model checks together. Answers are the same as without."""
 
-    method: str = "none"  # none; prompt_lookup: what came after the same tokens before
+    # none; prompt_lookup: what came after the same tokens before; lookahead: what the model said to other
+    # guesses
+    method: str = "none"
     max_draft_tokens: int = 8  # most guesses of a sequence in a step; how many pay is measured
 
 

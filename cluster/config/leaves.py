@@ -118,7 +118,7 @@ RANGES: dict[str, Range] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.quantization": ("none", "int8", "int4"),
-    "pools.*.speculative.method": ("none", "prompt_lookup"),
+    "pools.*.speculative.method": ("none", "prompt_lookup", "lookahead"),
     "pools.*.transfer.transport": ("auto", "memory", "process_group", "sockets"),
 }
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._~\[\]:-]+")

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from workers.config import (
+    CacheConfig,
+    GroupConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    SpeculativeConfig,
+)
 from workers.engine.engine import Engine
 from workers.engine.step import Executor, StepPlan, StepResult
 from workers.runtime.launch import LocalGroup
@@ -72,12 +79,14 @@ class Client:
         *,
         num_blocks: int | None = None,
         prefix_reuse: bool = True,
+        speculative: SpeculativeConfig | None = None,
         **schedule: int | None,
     ) -> None:
         self.engine = Engine(
             limits=facts.limits,
             cache=CacheConfig(block_size=facts.block_size, prefix_reuse=prefix_reuse),
             schedule=replace(ScheduleConfig(max_step_tokens=UNLIMITED), **schedule),
+            speculative=speculative,
             executor=executor if num_blocks is None else FewerBlocks(executor, num_blocks),
         )
         self._number = 0

@@ -12,7 +12,7 @@ SHORTEST_GRAM = 2
 
 
 class PromptLookup:
-    """Finds the last tokens of one growing sequence again in what came before them.
+    """Finds the last tokens of a sequence again in what came before them; `workers.decoding.drafter.Drafter`.
 
     Every n-gram of SHORTEST_GRAM .. LONGEST_GRAM tokens is kept with the place after its newest occurrence:
     a token costs a few dictionary entries and a guess a few look-ups, however long the sequence is.
@@ -48,3 +48,6 @@ class PromptLookup:
                 period = end - start
                 return tuple(tokens[start + index % period] for index in range(max_tokens))
         return ()
+
+    def note_checked(self, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+        """What the model says to wrong guesses is not part of the text."""

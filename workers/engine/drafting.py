@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequences
 
 from workers.config import SpeculativeConfig
+from workers.decoding.drafter import Drafter, drafter_of
 from workers.decoding.governor import Chance, Governor
-from workers.decoding.prompt_lookup import PromptLookup
 from workers.engine.block_pool import BlockPool
 from workers.engine.sequence import Sequence
 
@@ -21,17 +21,18 @@ from workers.engine.sequence import Sequence
 class DraftState:
     """What is known of one sequence's guesses."""
 
-    __slots__ = ("chance", "lookup")
+    __slots__ = ("chance", "drafter")
 
-    def __init__(self, all_chances: Chance) -> None:
+    def __init__(self, drafter: Drafter, all_chances: Chance) -> None:
+        self.drafter = drafter
         self.chance = Chance(all_chances)
-        self.lookup = PromptLookup()
 
 
 class Drafting:
     """Of one engine; used by its thread."""
 
     def __init__(self, config: SpeculativeConfig, pool: BlockPool, block_size: int) -> None:
+        self._method = config.method
         self._max_drafts = config.max_draft_tokens
         self._pool = pool
         self._block_size = block_size
@@ -50,10 +51,13 @@ class Drafting:
                 table.append(self._pool.allocate())
             sequence.drafts = drafts[: min(length, len(table) * self._block_size - start)]
 
-    def end(self, sequence: Sequence, num_right: int) -> None:
-        """The first `num_right` of its guesses were right and are computed tokens now. Blocks that hold
-        nothing but the others are given back."""
-        self._state(sequence).chance.observe(len(sequence.drafts), num_right)
+    def end(self, sequence: Sequence, sampled: Sequences[int], num_right: int) -> None:
+        """`sampled`: what the model said after its newest token and each of its guesses, of which the first
+        `num_right` were right and are computed tokens now. Blocks that hold nothing but the others are given
+        back."""
+        state = self._state(sequence)
+        state.chance.observe(len(sequence.drafts), num_right)
+        state.drafter.note_checked(sequence.drafts, sampled)
         sequence.drafts = ()
         table, needed = sequence.block_table, -(-sequence.num_computed // self._block_size)
         while len(table) > needed:
@@ -66,13 +70,13 @@ class Drafting:
     def _propose(self, sequence: Sequence) -> tuple[int, ...]:
         # The token after the last guess is one of those that are left.
         left = sequence.max_num_tokens - sequence.num_tokens - 1
-        lookup = self._state(sequence).lookup
-        lookup.extend(sequence.tokens(lookup.num_tokens, sequence.num_tokens))
-        return lookup.propose(min(self._max_drafts, left))
+        drafter = self._state(sequence).drafter
+        drafter.extend(sequence.tokens(drafter.num_tokens, sequence.num_tokens))
+        return drafter.propose(min(self._max_drafts, left))
 
     def _state(self, sequence: Sequence) -> DraftState:
         if sequence.drafting is None:
-            sequence.drafting = DraftState(self._governor.chance)
+            sequence.drafting = DraftState(drafter_of(self._method), self._governor.chance)
         return sequence.drafting
 
 
@@ -80,8 +84,7 @@ def drafting_of(config: SpeculativeConfig | None, pool: BlockPool, block_size: i
     """None when nothing is to be guessed. Raises ValueError for a config that nobody has checked."""
     if config is None or config.method == "none":
         return None
-    if config.method != "prompt_lookup":
-        raise ValueError(f"speculative.method is {config.method!r}: it must be none or prompt_lookup")
+    drafter_of(config.method)  # raises for one that there is not
     if config.max_draft_tokens < 1:
         raise ValueError(f"speculative.max_draft_tokens is {config.max_draft_tokens}: it must be at least 1")
     return Drafting(config, pool, block_size)

@@ -327,7 +327,8 @@ class Engine:
         self._totals.num_generated += len(sampled)
         if piece.num_drafts:
             assert self._drafting is not None
-            self._drafting.end(sequence, num_right=len(sampled) - 1)
+            said = [found.token_id for found in result.sampled]
+            self._drafting.end(sequence, said, num_right=len(sampled) - 1)
             self._totals.num_drafted += piece.num_drafts
             self._totals.num_accepted += len(sampled) - 1
         if reason is not None:

@@ -6,10 +6,12 @@ import pytest
 
 from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, run
 from workers.config import SpeculativeConfig
+from workers.decoding.drafter import METHODS
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.types import FinishReason
 
+BOTH = [SpeculativeConfig(method=method, max_draft_tokens=4) for method in METHODS]
 LOOKUP = SpeculativeConfig(method="prompt_lookup", max_draft_tokens=4)
 
 
@@ -17,11 +19,12 @@ def _num_drafts(executor: ToyExecutor) -> int:
     return sum(piece.num_drafts for plan in executor.plans for piece in plan.slices)
 
 
+@pytest.mark.parametrize("speculative", BOTH, ids=METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_requests", [1, 5])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_the_answer_is_the_one_without_guesses(
-    temperature: float, num_requests: int, block_size: int
+    speculative: SpeculativeConfig, temperature: float, num_requests: int, block_size: int
 ) -> None:
     requests = [
         make_request(
@@ -29,7 +32,7 @@ def test_the_answer_is_the_one_without_guesses(
         )
         for i in range(num_requests)
     ]
-    engine, executor = make_engine(block_size=block_size, num_blocks=2048, speculative=LOOKUP)
+    engine, executor = make_engine(block_size=block_size, num_blocks=2048, speculative=speculative)
     plain, _ = make_engine(block_size=block_size, num_blocks=2048)
     for request in requests:
         engine.add(request)

@@ -33,7 +33,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
         prefix_reuse=st.booleans(),
         expected=st.sampled_from([1, 8]),
-        drafts=st.sampled_from([0, 0, 1, 5]),
+        drafts=st.sampled_from([0, 0, 1, 4]),
     )
     def start(
         self,
@@ -55,7 +55,9 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_reuse=prefix_reuse,
             expected_output_tokens=expected,
             max_waiting=6,
-            speculative=SpeculativeConfig(method="prompt_lookup", max_draft_tokens=drafts)
+            speculative=SpeculativeConfig(
+                method=("prompt_lookup", "lookahead")[drafts % 2], max_draft_tokens=drafts
+            )
             if drafts
             else None,
             eos=EOS,
