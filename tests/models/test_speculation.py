@@ -151,8 +151,7 @@ def test_each_seed_draws_what_it_draws_without_guesses(
         foretold([answer] * len(PROMPTS))
         assert client.generate(PROMPTS[:1], each)[0].token_ids == answer
     assert len({tuple(tokens) for tokens in plain}) > 8
-    stats = client.engine.stats()
-    assert 0 < stats.accepted_tokens_total < stats.drafted_tokens_total
+    assert client.engine.stats().accepted_tokens_total > 0
 
 
 def _assert_same_scores(ours: Answer, theirs: Answer) -> None:
