@@ -168,7 +168,7 @@ class SimRouter:
 
     def _choose(self, request: GenerateRequest, chains: BlockChains) -> Decision:
         if self._rival is None:
-            return self._placement.choose(request, chains, self._answering, 1, self._prefilling)
+            return self._placement.choose(request, chains, self._answering, self._prefilling)
         now_s = self._world.now_s
         matches = self.index.match(next(iter(chains.values())))
         loads = [group.load.view(now_s, 0.0) for group in self._answering.values()]
@@ -176,7 +176,6 @@ class SimRouter:
         best = Choice(self._rival.choose(num, loads, matches), 0.0, {})
         return Decision(
             request_id=request.request_id,
-            num_attempts=1,
             ranked=(best,),
             matches=matches,
             num_prompt_tokens=num,

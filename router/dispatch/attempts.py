@@ -51,6 +51,7 @@ class Attempt:
     links: Mapping[GroupId, GroupLink]
     target: GroupLink  # the first choice, charged with it
     taken: asyncio.Future[None]
+    begun: asyncio.Future[None]  # the group has computed something of it
     owner: GroupLink | None = None
     listener: FirstWords | None = None
     has_begun: bool = False  # the listener has heard
@@ -104,6 +105,8 @@ class Attempts:
                 self._take(attempt, link)
             if chunk.token_ids or is_computed(chunk):  # a refusal says nothing of how fast it computes
                 link.load.on_token(attempt.wire_id, self._clock())
+                if not attempt.begun.done():
+                    attempt.begun.set_result(None)
             if attempt.listener is not None and not attempt.has_begun and chunk.choice == 0:
                 attempt.has_begun = True
                 chunk = attempt.listener.on_first(link, chunk)
@@ -122,9 +125,15 @@ class Attempts:
     def open(self, request: GenerateRequest, wire_id: RequestId, target: GroupLink) -> Attempt:
         """From now on tokens of this wire id are welcome: they may come before `send` returns."""
         assert wire_id not in self._attempts, f"request id {wire_id} is in use"
-        stream = RequestStream(request)
-        taken = asyncio.get_running_loop().create_future()
-        attempt = Attempt(wire_id=wire_id, stream=stream, links=self._links(), target=target, taken=taken)
+        loop = asyncio.get_running_loop()
+        attempt = Attempt(
+            wire_id=wire_id,
+            stream=RequestStream(request),
+            links=self._links(),
+            target=target,
+            taken=loop.create_future(),
+            begun=loop.create_future(),
+        )
         self._attempts[wire_id] = attempt
         return attempt
 

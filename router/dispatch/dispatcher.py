@@ -16,7 +16,6 @@ import logging
 import secrets
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,20 +23,22 @@ from router.dispatch.attempts import Attempt, Attempts, Send, SendFailed
 from router.dispatch.fetching import Fetcher
 from router.dispatch.groups import CanaryFailed, GroupLimits, GroupSource, GroupTable
 from router.dispatch.interface import (
-    RETRY_REASONS,
     Decision,
     FetchCounts,
     GroupState,
+    MoveResult,
     PairState,
+    RetryReason,
     RouteCounts,
     Unavailable,
 )
-from router.dispatch.journey import MAX_CRASHES, Journey, Probation
+from router.dispatch.journey import MAX_SUSPICIONS, Journey, Probation
 from router.dispatch.link import GroupLink
 from router.dispatch.placement import Placement, hash_prompt
 from router.routing.policy import PolicyConfig
 from router.routing.prefix_index import PrefixIndex
 from workers.data_plane.channel import ClientIdentity
+from workers.data_plane.submit import SubmitRefused
 from workers.types import (
     FinishReason,
     GenerateRequest,
@@ -63,7 +64,7 @@ class DispatchLimits:
     late_send_s: float = 60.0  # how long a handing-over that was given up may still run
     group_wait_s: float = 0.0  # for a first group, when none is there
     max_decisions: int = 1024  # kept for `explain`
-    max_moves: int = 3  # of a request that has been taken, to another group
+    max_moves: int = 3  # of a request after crashes; after planned ends as often as it takes
     move_wait_s: float = 60.0  # after a crash, for a group to be there that goes on with it
     stopped_wait_s: float = 2.0  # the same after a group was told to end: others are there, or none will come
     groups: GroupLimits = field(default_factory=GroupLimits)
@@ -92,7 +93,6 @@ class SocketDispatcher:
         self._limits = limits or DispatchLimits()
         self._wake = wake
         self._probation = Probation()
-        self._moves: Counter[str] = Counter()  # by what came of them
         self._clock = clock
         self._counts = RouteCounts()
         self._placement = Placement(
@@ -165,14 +165,10 @@ class SocketDispatcher:
         """See `Dispatcher.fetch_counts`."""
         return self._fetcher.counts
 
-    def move_counts(self) -> Counter[str]:
-        """Requests whose group ended, by what became of them: moved, no_group, given_up."""
-        return self._moves.copy()
-
     def route_counts(self) -> RouteCounts:
         """See `Dispatcher.route_counts`."""
         counts, index = self._counts, self.index
-        counts.decisions, counts.moves = self._placement.reasons, self._moves
+        counts.decisions = self._placement.reasons
         counts.predicted_tokens = self._placement.predicted_tokens
         counts.index_blocks = index.num_blocks
         counts.index_stored, counts.index_removed = index.num_stored, index.num_removed
@@ -193,16 +189,17 @@ class SocketDispatcher:
                 while stream.has_pending or not stream.is_finished:
                     for chunk in await stream.take():
                         if (shown := journey.take(chunk)) is not None:
-                            self._heard(journey, attempt)
                             yield shown
             finally:
-                self._probation.over(journey)
                 self._attempts.finish(attempt)
+                self._probation.over(journey)
+                if not journey.is_lost:
+                    _acquit(attempt)
             if journey.is_over:
                 return
             journey.end_of_group(attempt)
             try:
-                attempt = await self._move(journey, request.request_id)
+                attempt = await self._move(journey)
             except Unavailable as error:
                 for chunk in journey.give_up(error.message):
                     yield chunk
@@ -224,32 +221,36 @@ class SocketDispatcher:
     def _ready(self) -> dict[GroupId, GroupLink]:
         return {link.info.group_id: link for link in self._table.ready_links()}
 
-    def _heard(self, journey: Journey, attempt: Attempt) -> None:
-        """The group has sent something of the request: it has not died of it."""
-        self._probation.over(journey)
-        if attempt.owner is not None and attempt.owner.suspect == attempt.wire_id:
-            attempt.owner.suspect = None
-
-    async def _move(self, journey: Journey, request_id: RequestId) -> Attempt:
+    async def _move(self, journey: Journey) -> Attempt:
         """Places a request again whose group has ended. Raises Unavailable when it cannot go on."""
-        if journey.num_crashes >= MAX_CRASHES or journey.num_moves >= self._limits.max_moves:
-            self._moves["given_up"] += 1
-            raise Unavailable(f"it has been moved {journey.num_moves} times")
+        if journey.num_suspicions >= MAX_SUSPICIONS or journey.num_crashes > self._limits.max_moves:
+            self._counts.moves[MoveResult.GIVEN_UP] += 1
+            raise Unavailable(f"{journey.num_crashes} groups have failed while they had this request")
         wait_s = self._limits.stopped_wait_s if journey.was_stopped else self._limits.move_wait_s
-        try:
-            async with asyncio.timeout(wait_s), self._probation.turn(journey):
-                attempt = await self._place_again(journey)
-        except TimeoutError:
-            self._moves["no_group"] += 1
-            raise Unavailable(f"no other group could go on within {wait_s:g} s") from None
-        self._moves["moved"] += 1
-        if (decision := self._placement.explain(request_id)) is not None:
-            decision.num_moves = journey.num_moves
-        if journey.is_suspect and attempt.owner is not None:
-            attempt.owner.suspect = attempt.wire_id
-        group_id = attempt.owner.info.group_id if attempt.owner is not None else None
-        _log.warning("request %s goes on in group %s", request_id, group_id)
+        async with self._probation.turn(journey):
+            try:
+                async with asyncio.timeout(wait_s):
+                    attempt = await self._place_again(journey)
+            except TimeoutError:
+                self._counts.moves[MoveResult.NO_GROUP] += 1
+                raise Unavailable(f"no other group could go on within {wait_s:g} s") from None
+            if journey.is_suspect:
+                self._try(journey, attempt)
+        self._counts.moves[MoveResult.MOVED] += 1
+        assert attempt.owner is not None
+        _log.warning("request %s goes on in group %s", attempt.wire_id, attempt.owner.info.group_id)
         return attempt
+
+    def _try(self, journey: Journey, attempt: Attempt) -> None:
+        """A suspect is on trial from now until its group has computed something of it."""
+        assert attempt.owner is not None
+        attempt.owner.suspect = attempt.wire_id
+
+        def survived(_: asyncio.Future[None]) -> None:
+            _acquit(attempt)
+            self._probation.over(journey)
+
+        attempt.begun.add_done_callback(survived)
 
     def _can_answer(self) -> bool:
         return any(link.info.role is not Role.PREFILL for link in self._table.ready_links())
@@ -257,63 +258,59 @@ class SocketDispatcher:
     async def _place_first(self, request: GenerateRequest, journey: Journey) -> Attempt:
         """The first placement, which may wait for a group when none is there. Raises Unavailable."""
         try:
-            return await self._place(request)
+            return await self._place(request, journey)
         except Unavailable:
             if self._can_answer() or not self._limits.group_wait_s:
                 raise
         await self.available(self._limits.group_wait_s)
-        journey.num_askings += 1
-        return await self._place(request, 1 + journey.num_askings * self._limits.max_attempts)
+        return await self._place(request, journey)
 
     async def _place_again(self, journey: Journey) -> Attempt:
-        """Asks until a group takes it; each asking has wire ids of its own, which groups may have aborted."""
+        """Asks until a group takes it."""
         request = journey.move()
         while True:
-            journey.num_askings += 1
             try:
-                return await self._place(request, 1 + journey.num_askings * self._limits.max_attempts)
+                return await self._place(request, journey)
             except Unavailable:
                 await asyncio.sleep(_POLL_S)
 
-    async def _place(self, request: GenerateRequest, first: int = 1) -> Attempt:
-        """Finds a group that takes the request. `first` numbers its attempts. Raises Unavailable."""
+    async def _place(self, request: GenerateRequest, journey: Journey) -> Attempt:
+        """Finds a group that takes the request, as it is now. Raises Unavailable."""
         began_s = self._clock()
         tried: set[GroupId] = set()
-        refusal: Unavailable | None = None
-        for number in range(first, first + self._limits.max_attempts):
+        for _ in range(self._limits.max_attempts):
             chains = await hash_prompt(request, {link.info.block_size for link in self._table.ready_links()})
             ready = self._ready()
             prefill = {key: link for key, link in ready.items() if link.info.role is Role.PREFILL}
             links = {key: link for key, link in ready.items() if key not in tried and key not in prefill}
             if not links:
                 break
-            decision = self._placement.choose(request, chains, links, number, prefill)
+            decision = self._placement.choose(request, chains, links, prefill, is_retry=bool(tried))
+            journey.num_attempts += 1
+            decision.num_attempts, decision.num_moves = journey.num_attempts, journey.num_moves
             best = links[decision.ranked[0].group_id]
-            wire_id = request.request_id if number == 1 else RequestId(f"{request.request_id}~{number}")
-            attempt = self._attempts.open(request, wire_id, best)
+            attempt = self._attempts.open(request, _wire_id(request, journey.num_attempts), best)
+            self._placement.charge(decision, attempt.wire_id, chains, best)
+            source = self._fetcher.begin(attempt, request, decision, chains)
+            decision.route_s = self._clock() - began_s
+            order = list(dict.fromkeys(choice.group_id for choice in decision.ranked))
             try:
-                self._placement.charge(decision, wire_id, chains, best)
-                source = None
-                if 0 in request.choices():  # the one whose first chunk tells what was read
-                    source = self._fetcher.begin(attempt, request, decision, chains)
-                decision.route_s = self._clock() - began_s
-                order = list(dict.fromkeys(choice.group_id for choice in decision.ranked))
                 await self._attempts.offer(attempt, replace(request, kv_source=source), order)
             except Exception as error:  # whatever the transport raises: this group does not have it
                 self._attempts.finish(attempt)
-                _log.warning("request %s: %s did not take it: %r", wire_id, best.info.group_id, error)
+                _log.warning("request %s: %s did not take it: %r", attempt.wire_id, best.info.group_id, error)
                 self._counts.retries[_retry_reason(error)] += 1
                 tried.add(best.info.group_id)
-                refusal = error if isinstance(error, Unavailable) else refusal
                 continue
             except BaseException:  # cancelled
                 self._attempts.finish(attempt)
                 raise
+            assert attempt.owner is not None
             self._counts.seconds.observe(decision.route_s)
-            decision.taken_by = attempt.owner.info.group_id if attempt.owner is not None else None
+            decision.taken_by = attempt.owner.info.group_id
             return attempt
         tries = f" ({len(tried)} did not take it)" if tried else ""
-        raise refusal or Unavailable(
+        raise Unavailable(
             f"no worker group can take the request now{tries}", code="no_healthy_group", retry_after_s=2.0
         )
 
@@ -333,8 +330,18 @@ class SocketDispatcher:
             raise CanaryFailed(chunk.error or "an answer without a token")
 
 
-def _retry_reason(error: Exception) -> str:
-    refused, no_answer, failed = RETRY_REASONS
-    if isinstance(error, Unavailable):
-        return refused
-    return no_answer if isinstance(error, SendFailed) else failed
+def _wire_id(request: GenerateRequest, number: int) -> RequestId:
+    """What a group knows the request by: each offer has an id of its own, as groups remember aborts."""
+    return request.request_id if number == 1 else RequestId(f"{request.request_id}~{number}")
+
+
+def _acquit(attempt: Attempt) -> None:
+    """The group has not died of this request."""
+    if attempt.owner is not None and attempt.owner.suspect == attempt.wire_id:
+        attempt.owner.suspect = None
+
+
+def _retry_reason(error: Exception) -> RetryReason:
+    if isinstance(error, SubmitRefused):
+        return RetryReason.REFUSED
+    return RetryReason.NO_ANSWER if isinstance(error, SendFailed) else RetryReason.FAILED

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from router.dispatch.attempts import Attempt, Attempts, is_computed
-from router.dispatch.interface import PREFILL_OUTCOMES, SOURCES, Decision, Fetch, FetchCounts
+from router.dispatch.interface import Decision, Fetch, FetchCounts, PrefillOutcome, SourceKind
 from router.dispatch.link import GroupLink
 from router.dispatch.placement import BlockChains, Placement
 from router.routing.pairing import Pair
@@ -30,8 +30,6 @@ from workers.types import GenerateRequest, GroupId, KVSource, RequestId, Role, S
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 0.1  # for P's end to arrive, once D's answer has begun
-_COMPUTED, _REFUSED, _FAILED, _OVERTAKEN, _CANCELLED = PREFILL_OUTCOMES
-_NONE, _PREFILL, _NEIGHBOUR = SOURCES
 
 
 class Fetcher:
@@ -146,7 +144,7 @@ class _Running:
             number += 1
             outcome = await self._compute(link, transfer_id, number)
             self._ended(link.info.group_id, outcome)
-            if outcome == _COMPUTED or self._has_begun:
+            if outcome is PrefillOutcome.COMPUTED or self._has_begun:
                 return
             link = self._next_source(number)
             if link is None:
@@ -159,7 +157,7 @@ class _Running:
             assert owner is not None
             owner.redirect(self._attempt.wire_id, _kv_source(link, transfer_id) if link is not None else None)
 
-    async def _compute(self, link: GroupLink, transfer_id: str, number: int) -> str:
+    async def _compute(self, link: GroupLink, transfer_id: str, number: int) -> PrefillOutcome:
         """Has the prompt computed by a prefill group. How it ended."""
         group_id = link.info.group_id
         prompt = GenerateRequest(
@@ -175,15 +173,15 @@ class _Running:
         try:
             chunk = await self._fetcher.attempts.ask(link, prompt, _PromptEnd(self._prompt_ended))
         except asyncio.CancelledError:
-            self._ended(group_id, _OVERTAKEN if self._has_begun else _CANCELLED)
+            self._ended(group_id, PrefillOutcome.OVERTAKEN if self._has_begun else PrefillOutcome.CANCELLED)
             raise
         except Exception as error:  # whatever the transport raises: this group does not have it
             _log.warning("prompt %s: %s did not take it: %r", prompt.request_id, group_id, error)
-            return _REFUSED
+            return PrefillOutcome.REFUSED
         if not is_computed(chunk):
             _log.warning("prompt %s: %s failed: %s", prompt.request_id, group_id, chunk.error)
-            return _FAILED
-        return _COMPUTED
+            return PrefillOutcome.FAILED
+        return PrefillOutcome.COMPUTED
 
     def _prompt_ended(self, chunk: TokenChunk) -> None:
         """At once with the chunk: the answer may begin before the task that waits for it runs."""
@@ -214,7 +212,7 @@ class _Running:
             return None
         return self._fetcher.new_transfer_id()
 
-    def _ended(self, group_id: GroupId, outcome: str) -> None:
+    def _ended(self, group_id: GroupId, outcome: PrefillOutcome) -> None:
         self._fetch.prefills.append((group_id, outcome))
         self._fetcher.counts.prefills[outcome] += 1
 
@@ -250,10 +248,10 @@ class _PromptEnd:
         """Nothing to end."""
 
 
-def _kind(source: GroupLink | None) -> str:
+def _kind(source: GroupLink | None) -> SourceKind:
     if source is None:
-        return _NONE
-    return _PREFILL if source.info.role is Role.PREFILL else _NEIGHBOUR
+        return SourceKind.NONE
+    return SourceKind.PREFILL if source.info.role is Role.PREFILL else SourceKind.NEIGHBOUR
 
 
 def _kv_source(link: GroupLink, transfer_id: str | None) -> KVSource:

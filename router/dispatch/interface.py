@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from router.routing.policy import Choice
@@ -54,9 +55,22 @@ class GroupState:
         return self.role is not Role.PREFILL
 
 
-SOURCES = ("none", "prefill", "neighbour")  # kinds of groups to read blocks from
-# How it ends that a prefill group is asked for a prompt; overtaken: the answer had begun without it.
-PREFILL_OUTCOMES = ("computed", "refused", "failed", "overtaken", "cancelled")
+class SourceKind(StrEnum):
+    """Kinds of groups to read blocks from."""
+
+    NONE = "none"
+    PREFILL = "prefill"
+    NEIGHBOUR = "neighbour"
+
+
+class PrefillOutcome(StrEnum):
+    """How it ends that a prefill group is asked for a prompt."""
+
+    COMPUTED = "computed"
+    REFUSED = "refused"
+    FAILED = "failed"
+    OVERTAKEN = "overtaken"  # the answer had begun without it
+    CANCELLED = "cancelled"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,8 +80,8 @@ class Fetch:
     source: GroupId | None  # who was asked last; None: nobody any more, the group computes them itself
     wanted_tokens: int  # in blocks that the group lacked
     pulled_tokens: int | None = None  # of those; None until the first token
-    # Prefill groups that were asked to compute the prompt, and which of PREFILL_OUTCOMES it came to.
-    prefills: list[tuple[GroupId, str]] = field(default_factory=list)
+    # Prefill groups that were asked to compute the prompt, and what it came to.
+    prefills: list[tuple[GroupId, PrefillOutcome]] = field(default_factory=list)
     prefill_times: StageTimes | None = None  # of the one that has computed it
 
 
@@ -86,18 +100,38 @@ class PairState(NamedTuple):
 class FetchCounts:
     """What came of reading blocks from other groups, since the start."""
 
-    sources: Counter[str] = field(default_factory=Counter)  # decisions, by SOURCES
-    prefills: Counter[str] = field(default_factory=Counter)  # that have ended, by PREFILL_OUTCOMES
-    redirects: Counter[str] = field(default_factory=Counter)  # by the new one of SOURCES
+    sources: Counter[SourceKind] = field(default_factory=Counter)  # decisions
+    prefills: Counter[PrefillOutcome] = field(default_factory=Counter)  # that have ended
+    redirects: Counter[SourceKind] = field(default_factory=Counter)  # by the new source
     pulled_tokens: int = 0  # read from another group
     recomputed_tokens: int = 0  # that should have been read, and were computed by the reader
 
 
-# Why a group was best: it reads blocks from another, has some of the prompt itself, or is just less busy;
-# retry: the best one had not taken the request.
-DECISION_REASONS = ("source", "prefix", "load", "retry")
-RETRY_REASONS = ("refused", "no_answer", "failed")  # what the group before had done
-MOVE_RESULTS = ("moved", "no_group", "given_up")  # of requests whose group ended
+class DecisionReason(StrEnum):
+    """Why a group was best."""
+
+    SOURCE = "source"  # it reads blocks from another
+    PREFIX = "prefix"  # it has some of the prompt itself
+    LOAD = "load"  # it is just less busy
+    RETRY = "retry"  # a better one had not taken the request
+
+
+class RetryReason(StrEnum):
+    """What the group before had done."""
+
+    REFUSED = "refused"
+    NO_ANSWER = "no_answer"
+    FAILED = "failed"
+
+
+class MoveResult(StrEnum):
+    """What became of a request whose group ended."""
+
+    MOVED = "moved"
+    NO_GROUP = "no_group"
+    GIVEN_UP = "given_up"
+
+
 ROUTE_S = doubling(0.00001, 17)  # bounds of the histogram below: 10 us .. 0.65 s
 
 
@@ -106,9 +140,9 @@ class RouteCounts:
     """How requests were placed, since the start, and what placement knows to be cached."""
 
     seconds: HistogramCell = field(default_factory=lambda: HistogramCell(ROUTE_S))
-    decisions: Counter[str] = field(default_factory=Counter)  # by DECISION_REASONS
-    retries: Counter[str] = field(default_factory=Counter)  # by RETRY_REASONS
-    moves: Counter[str] = field(default_factory=Counter)  # by MOVE_RESULTS
+    decisions: Counter[DecisionReason] = field(default_factory=Counter)
+    retries: Counter[RetryReason] = field(default_factory=Counter)
+    moves: Counter[MoveResult] = field(default_factory=Counter)
     predicted_tokens: int = 0  # taken to be cached at the group chosen
     index_blocks: int = 0  # now, of all groups
     index_stored: int = 0  # log entries
@@ -121,13 +155,14 @@ class Decision:
     """Why a request went where it went."""
 
     request_id: RequestId
-    num_attempts: int
     ranked: Sequence[Choice]  # of the last attempt, best first
     matches: Mapping[GroupId, int]  # leading blocks of the prompt that a group had or was about to have
     num_prompt_tokens: int
+    is_retry: bool = False  # a better group had not taken it
+    num_attempts: int = 1  # offers to a group so far, with those before a move
     taken_by: GroupId | None = None
     fetch: Fetch | None = None  # of the last attempt
-    route_s: float = 0.0  # from the tokenized prompt to its being offered to the first choice
+    route_s: float = 0.0  # from the tokenized prompt, or the end of its group, to its last offer
     num_moves: int = 0  # from groups that ended before the answer did
 
 

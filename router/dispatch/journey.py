@@ -6,12 +6,15 @@ What the reader gets goes on as if nothing had happened: a group computes the ne
 so far, seed and position alone. Text, stop strings and usage are made from what the reader gets, so they know
 nothing of it.
 
-A group that was told to end (an update, fewer groups) costs its requests nothing. One that crashed may have
-been killed by one of them, and would then pull down one group after the other:
+A group that was told to end (an update, fewer groups) costs its requests nothing, however often. One that
+crashed may have been killed by one of them, which would then pull down one group after the other. A request
+that does so does it again with its first step in the next group: there its prompt and tokens so far are
+computed, and the token at which the group before has failed. So one that had got nothing from the group is a
+suspect of its crash, and the others are not, whatever they had got elsewhere:
 
-    a request present in MAX_CRASHES crashes is not placed a third time
-    one that had got nothing from the group when it crashed is a suspect: suspects are tried again one at a
-    time, and while one is tried, a crash there is put down to it alone
+    suspects are tried one at a time, before all else that waits in their new group; while one is tried, a
+    crash there is put down to it alone
+    one that has been the suspect of MAX_SUSPICIONS crashes is not placed again
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from dataclasses import replace
 from router.dispatch.attempts import Attempt
 from workers.types import BegunChoice, FinishReason, GenerateRequest, TokenChunk, error_chunk
 
-MAX_CRASHES = 2
+MAX_SUSPICIONS = 2
+
+_TRIAL_PRIORITY = -1_000  # others wait for the end of the trial
 
 _STOPPED = "group_stopped"
 _CRASHED = frozenset({"group_failed", "engine_dead"})
@@ -40,10 +45,12 @@ class Journey:
         self._unfinished = set(self._tokens)
         self._lost: TokenChunk | None = None  # the error with which the present group ended
         self._has_heard = False  # anything from the present group
+        self.is_lost = False  # the present group has ended
+        self.num_attempts = 0  # offers to a group
         self.num_moves = 0
-        self.num_askings = 0  # of the groups, to go on with it
-        self.num_crashes = 0
-        self.is_suspect = False
+        self.num_crashes = 0  # of groups that had it
+        self.num_suspicions = 0  # crashes that it may have caused
+        self.is_suspect = False  # of the last one
 
     @property
     def is_over(self) -> bool:
@@ -60,6 +67,7 @@ class Journey:
         choice = chunk.choice
         if chunk.finish_reason is FinishReason.ERROR and chunk.error_code in (_STOPPED, *_CRASHED):
             self._lost = chunk
+            self.is_lost = True
             if not chunk.token_ids:
                 return None
             chunk = replace(chunk, finish_reason=None, error=None, error_code=None)
@@ -74,7 +82,7 @@ class Journey:
 
     def end_of_group(self, attempt: Attempt) -> None:
         """The group that had it is gone; counts the crash if it was one and is not another request's."""
-        assert self._lost is not None, "the answer ended without a word"
+        assert self.is_lost, "the answer ended without a word"
         self.is_suspect = False
         if self.was_stopped:
             return
@@ -82,30 +90,34 @@ class Journey:
         if tried in (None, attempt.wire_id):
             self.num_crashes += 1
             self.is_suspect = not self._has_heard
+            self.num_suspicions += self.is_suspect
 
     def move(self) -> GenerateRequest:
         """The request for the next group."""
         self.num_moves += 1
-        self._has_heard = False
+        self._has_heard = self.is_lost = False
+        request = self._request
+        if self.is_suspect:
+            request = replace(request, priority=_TRIAL_PRIORITY)
         if not any(self._tokens.values()) and len(self._unfinished) == len(self._tokens):
-            return self._request  # nothing has come of it
-        sampling = self._request.sampling
+            return request  # nothing has come of it
+        sampling = request.sampling
         if 0 not in self._unfinished or 0 in self._answered:
             sampling = replace(sampling, num_prompt_logprobs=None)  # the reader has them
         begun = tuple(
             BegunChoice(choice=choice, token_ids=tuple(self._tokens[choice]))
             for choice in sorted(self._unfinished)
         )
-        return replace(self._request, sampling=sampling, begun=begun)
+        return replace(request, sampling=sampling, begun=begun)
 
     def give_up(self, why: str) -> list[TokenChunk]:
         """The last chunks, when the request cannot go on."""
         assert self._lost is not None, "nothing has been lost"
         code, message = self._lost.error_code or "group_failed", self._lost.error or ""
-        if self.num_crashes >= MAX_CRASHES:
+        if self.num_suspicions >= MAX_SUSPICIONS:
             code = "request_quarantined"
             why = f"{self.num_crashes} groups failed while they had this request, so it is not tried again"
-        text = f"{message}; {why}" if why else message
+        text = f"{message}; {why}"
         return [
             error_chunk(self._request.request_id, choice, code, text) for choice in sorted(self._unfinished)
         ]
@@ -120,7 +132,8 @@ class Probation:
 
     @asynccontextmanager
     async def turn(self, journey: Journey) -> AsyncIterator[None]:
-        """A suspect's turn begins inside; it ends with `heard`, or here when an exception passes."""
+        """A suspect's turn begins inside; it ends with `over`, or here when an exception passes. Waits for
+        those before it: each ends with its first token, or with its group."""
         if not journey.is_suspect:
             yield
             return

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from router.dispatch.interface import DECISION_REASONS, Decision
+from router.dispatch.interface import Decision, DecisionReason
 from router.dispatch.pairs import PairTable
 from router.routing.load import LoadTracker
 from router.routing.pairing import Sources, rank_with_sources
@@ -55,7 +55,7 @@ class Placement:
         self._max_decisions = max_decisions
         self._decisions: OrderedDict[RequestId, Decision] = OrderedDict()
         self._turn = 0
-        self.reasons: Counter[str] = Counter()  # of decisions, by DECISION_REASONS
+        self.reasons: Counter[DecisionReason] = Counter()  # of decisions
         self.predicted_tokens = 0  # that the groups chosen were taken to have
         self.pairs = PairTable(clock)
 
@@ -64,8 +64,9 @@ class Placement:
         request: GenerateRequest,
         chains: BlockChains,
         links: Mapping[GroupId, PlacedGroup],
-        attempt: int,
         prefill: Mapping[GroupId, PlacedGroup] | None = None,
+        *,
+        is_retry: bool = False,
     ) -> Decision:
         """Ranks the groups, which are not none; charges nothing. `prefill` groups only compute prompts."""
         prefill = prefill or {}
@@ -81,10 +82,10 @@ class Placement:
             ranked = rank_with_sources(view, loads, matches, sources, self._policy)
         decision = Decision(
             request_id=request.request_id,
-            num_attempts=attempt,
             ranked=ranked,
             matches=matches,
             num_prompt_tokens=len(request.prompt_token_ids),
+            is_retry=is_retry,
         )
         self._decisions[request.request_id] = decision
         self._decisions.move_to_end(request.request_id)
@@ -93,23 +94,17 @@ class Placement:
         return decision
 
     def charge(self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: PlacedGroup) -> None:
-        """Counts the request to the group until its own stats do, and its blocks as being made there."""
-        info, best = link.info, decision.ranked[0]
+        """Counts the request to the best group until its own stats do, and its blocks as being made there."""
         cached = self.cached_tokens(decision, link)
-        uncached = decision.num_prompt_tokens - cached
         self.predicted_tokens += cached
         self.reasons[_reason(decision, cached)] += 1
-        fetched = best.fetched_tokens if best.group_id == info.group_id else 0
-        link.load.on_sent(wire_id, uncached - fetched, self._clock(), is_timed=not fetched)
-        self._index.expect(info.group_id, chains.get(info.block_size, ()))
+        self._charge(decision, wire_id, chains, link, decision.ranked[0].fetched_tokens)
 
     def charge_prompt(
         self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: PlacedGroup
     ) -> None:
         """The same for a prefill group that is to compute the prompt."""
-        uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
-        link.load.on_sent(wire_id, uncached, self._clock())
-        self._index.expect(link.info.group_id, chains.get(link.info.block_size, ()))
+        self._charge(decision, wire_id, chains, link, 0)
 
     def cached_tokens(self, decision: Decision, link: PlacedGroup) -> int:
         """What the group was taken to have of the prompt."""
@@ -119,6 +114,14 @@ class Placement:
     def explain(self, request_id: RequestId) -> Decision | None:
         """The decision of one of the last requests."""
         return self._decisions.get(request_id)
+
+    def _charge(
+        self, decision: Decision, wire_id: RequestId, chains: BlockChains, link: PlacedGroup, fetched: int
+    ) -> None:
+        """`fetched`: prompt tokens that the group reads instead of computing them."""
+        uncached = decision.num_prompt_tokens - self.cached_tokens(decision, link)
+        link.load.on_sent(wire_id, uncached - fetched, self._clock(), is_timed=not fetched)
+        self._index.expect(link.info.group_id, chains.get(link.info.block_size, ()))
 
     def _sources(
         self,
@@ -131,6 +134,8 @@ class Placement:
         """Groups whose blocks could be read; None when there is nothing to read, or nobody to read from."""
         if request.sampling.num_prompt_logprobs is not None:
             return None  # the engine computes every row of such a prompt
+        if 0 not in request.choices():
+            return None  # only its first chunk would tell what was read
         num = len(request.prompt_token_ids)
         able = [link for link in links.values() if link.info.exchanges_kv]
         if not any(whole_block_tokens(num, link.info.block_size) for link in able):
@@ -178,14 +183,13 @@ class Placement:
         return found
 
 
-def _reason(decision: Decision, cached_tokens: int) -> str:
+def _reason(decision: Decision, cached_tokens: int) -> DecisionReason:
     """Why the first of the ranking is the first."""
-    source, prefix, load, retry = DECISION_REASONS
-    if decision.num_attempts > 1:
-        return retry
+    if decision.is_retry:
+        return DecisionReason.RETRY
     if decision.ranked[0].source is not None:
-        return source
-    return prefix if cached_tokens else load
+        return DecisionReason.SOURCE
+    return DecisionReason.PREFIX if cached_tokens else DecisionReason.LOAD
 
 
 def _max_prompt_tokens(info: GroupInfo) -> int:

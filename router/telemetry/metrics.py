@@ -14,15 +14,15 @@ from importlib import metadata
 
 from router.admission import REJECTIONS, Admission
 from router.dispatch.interface import (
-    DECISION_REASONS,
-    MOVE_RESULTS,
-    PREFILL_OUTCOMES,
-    RETRY_REASONS,
-    SOURCES,
+    DecisionReason,
     Dispatcher,
     FetchCounts,
+    MoveResult,
     PairState,
+    PrefillOutcome,
+    RetryReason,
     RouteCounts,
+    SourceKind,
 )
 from router.telemetry import table
 from router.telemetry.group_metrics import CarriedTotals
@@ -156,11 +156,11 @@ def _installed(package: str) -> str:
 def _route_totals(counts: RouteCounts) -> Iterator[Series]:
     """Every value of each label, also what has not happened yet; so below."""
     yield from histogram_series(table.ROUTE, "", counts.seconds.counts_now())
-    for reason in DECISION_REASONS:
+    for reason in DecisionReason:
         yield table.DECISIONS.name, reason, counts.decisions[reason]
-    for reason in RETRY_REASONS:
-        yield table.RETRIES.name, reason, counts.retries[reason]
-    for result in MOVE_RESULTS:
+    for retry in RetryReason:
+        yield table.RETRIES.name, retry, counts.retries[retry]
+    for result in MoveResult:
         yield table.MIGRATIONS.name, result, counts.moves[result]
     yield table.PREDICTED_TOKENS.name, "", counts.predicted_tokens
     yield table.INDEX_EVENTS.name, "stored", counts.index_stored
@@ -169,12 +169,12 @@ def _route_totals(counts: RouteCounts) -> Iterator[Series]:
 
 
 def _fetch_totals(counts: FetchCounts) -> Iterator[Series]:
-    for source in SOURCES:
+    for source in SourceKind:
         yield table.KV_SOURCES.name, source, counts.sources[source]
         yield table.KV_REDIRECTS.name, source, counts.redirects[source]
     yield table.KV_PULLED.name, "", counts.pulled_tokens
     yield table.KV_RECOMPUTED.name, "", counts.recomputed_tokens
-    for outcome in PREFILL_OUTCOMES:
+    for outcome in PrefillOutcome:
         yield table.PREFILLS.name, outcome, counts.prefills[outcome]
 
 

@@ -11,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission import REJECTIONS
 from router.dispatch.interface import (
-    DECISION_REASONS,
-    MOVE_RESULTS,
-    PREFILL_OUTCOMES,
-    RETRY_REASONS,
-    SOURCES,
+    DecisionReason,
+    MoveResult,
     PairState,
+    PrefillOutcome,
+    RetryReason,
     RouteCounts,
+    SourceKind,
 )
 from router.telemetry import table
 from router.telemetry.metrics import RouterMetrics
@@ -36,13 +36,13 @@ METRICS = (*ROUTER_METRICS, *GROUP_METRICS)
 # of which a process tells a limited number.
 CLOSED = {
     "reason": {
-        *table.REASONS, *REJECTIONS, *DECISION_REASONS, *RETRY_REASONS, "cancelled",
+        *table.REASONS, *REJECTIONS, *DecisionReason, *RetryReason, "cancelled",
         *("incomplete", "lost", "stalled", "void", "no_memory"),
     },
     "stage": {*STAGES, *table.DISCONNECT_STAGES},
-    "source": {*SOURCES, "computed", "cached", "remote"},
-    "outcome": {*PREFILL_OUTCOMES},
-    "result": {*MOVE_RESULTS},
+    "source": {*SourceKind, "computed", "cached", "remote"},
+    "outcome": {*PrefillOutcome},
+    "result": {*MoveResult},
     "state": {"free", "cached", "active", "transferring"},
     "kind": {*(kind.value for kind in StepKind), "stored", "removed"},
     "bound": {bound.value for bound in Bound},

@@ -234,7 +234,7 @@ class SimRouter:
     def generate(self, request: GenerateRequest, answer: Sequence[int], on_end: Callable[[], None]) -> None:
         chains = {BLOCK_SIZE: block_hashes(request.prompt_token_ids, BLOCK_SIZE)}
         links = cast("dict[GroupId, GroupLink]", self._groups)
-        decision = self._placement.choose(request, chains, links, 1)
+        decision = self._placement.choose(request, chains, links)
         best = decision.ranked[0].group_id
         group = self._groups[best]
         self._placement.charge(decision, request.request_id, chains, cast("GroupLink", group))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from router.dispatch.dispatcher import SocketDispatcher
 from tests.unit.data_plane.fakes import (
+    FAST,
     Cluster,
     FakeGroup,
     collect,
@@ -46,19 +47,21 @@ def test_a_stream_goes_on_in_another_group() -> None:
             assert sorted(ends(chunks)) == [(c, FinishReason.LENGTH, None) for c in (0, 1)]
             assert {chunk.request_id for chunk in chunks} == {f"r{i}"}
         assert len(b.engine.submitted) == 5 + 1  # and the canary
-        assert router.move_counts() == Counter(moved=5)
+        assert router.route_counts().moves == Counter(moved=5)
         decision = router.explain(RequestId("r3"))
         assert decision is not None and (decision.taken_by, decision.num_moves) == ("b", 1)
+        assert decision.num_attempts == 2
+        assert router.route_counts().decisions["retry"] == 0  # the best group took each of them
 
     with_cluster(test)
 
 
-def test_a_group_that_is_told_to_end_costs_its_requests_nothing() -> None:
+def test_groups_that_are_told_to_end_cost_their_requests_nothing_however_many_they_are() -> None:
     async def test(groups: Cluster) -> None:
         old = await groups.add_group("a")
         router = await groups.add_router()
-        answer = asyncio.create_task(collect(router, request("r", [5], 600)))
-        for name in ("b", "c", "d"):
+        answer = asyncio.create_task(collect(router, request("r", [5], 1500)))
+        for name in ("b", "c", "d", "e", "f"):
             await until(lambda: bool(old.engine.running))  # noqa: B023
             new = await groups.add_group(name)
             await until(lambda: both_ready(router))
@@ -66,7 +69,7 @@ def test_a_group_that_is_told_to_end_costs_its_requests_nothing() -> None:
             await old.server.stop("the group was stopped", is_planned=True)
             old = new
         chunks = await answer
-        assert tokens(chunks) == expected_tokens([5], 0, 600)
+        assert tokens(chunks) == expected_tokens([5], 0, 1500)
         assert ends(chunks) == [(0, FinishReason.LENGTH, None)]
 
     with_cluster(test)
@@ -88,7 +91,8 @@ def test_one_that_waits_in_the_queue_of_a_dead_group_is_sent_again_as_it_was() -
         a.engine.step(failure="gone")
         await until(lambda: bool(b.engine.running))
         (again,) = b.engine.running.values()
-        assert replace(again.request, request_id=wanted.request_id) == wanted
+        assert replace(again.request, request_id=wanted.request_id, priority=0) == wanted
+        assert again.request.priority < 0  # nobody else is tried before it has a token
         b.engine.is_paused = False
         assert tokens(await answer) == expected_tokens([5], 0, 7)
 
@@ -109,7 +113,7 @@ def test_without_another_group_the_stream_ends_with_the_reason() -> None:
         ]
         expected = "worker group a failed: rank 0 was killed; no other group could go on within 1 s"
         assert chunks[-1].error == expected
-        assert router.move_counts() == Counter(no_group=1)
+        assert router.route_counts().moves == Counter(no_group=1)
 
     with_cluster(test)
 
@@ -142,10 +146,7 @@ def test_a_request_that_kills_its_groups_is_quarantined_and_the_others_live() ->
         a.engine.is_paused = True  # before it answers the last one
         poison = asyncio.create_task(collect(router, request("p", [POISON], 5)))
         await until(lambda: has_poison(a))
-        b = await groups.add_group("b", steps=False)
-        proof = asyncio.create_task(prove(b))
-        await until(lambda: both_ready(router))
-        proof.cancel()
+        b = await add_idle_group(groups, router, "b")
         a.engine.running.clear()
         a.engine.step(failure="killed by a prompt")
         await until(lambda: len(b.engine.running) == 21 and has_poison(b))
@@ -162,6 +163,98 @@ def test_a_request_that_kills_its_groups_is_quarantined_and_the_others_live() ->
             assert tokens(await mate) == expected_tokens([20 + i], 0, 400)
 
     with_cluster(test, timeout_s=20.0)
+
+
+def test_one_that_kills_its_groups_while_decoding_does_not_take_the_others_with_it() -> None:
+    """Each group dies of it at the same token: the first under all of them, the second when it has it again,
+    the third in its trial."""
+
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        router = await groups.add_router()
+        mates = [asyncio.create_task(collect(router, request(f"m{i}", [20 + i], 900))) for i in range(5)]
+        poison = asyncio.create_task(collect(router, request("p", [POISON], 900)))
+        await until(lambda: len(a.engine.running) == 6 and a.engine.num_steps > 30)
+        a.engine.is_paused = True
+        b = await add_idle_group(groups, router, "b")
+        await kill(a)
+        await until(lambda: len(b.engine.running) == 6)
+        for last in ("p", "m4"):  # come to their turn when the others have had some tokens
+            del b.engine.running[next(key for key in b.engine.running if key.startswith(last))]
+        for _ in range(3):
+            b.engine.step()
+        c = await add_idle_group(groups, router, "c")
+        await kill(b)
+        while not has_poison(c):
+            c.engine.step()
+            await asyncio.sleep(0.002)
+        await groups.add_group("d")
+        await until(lambda: both_ready(router))
+        await kill(c)
+        assert (await poison)[-1].error_code == "request_quarantined"
+        for i, mate in enumerate(mates):
+            assert tokens(await mate) == expected_tokens([20 + i], 0, 900)
+
+    with_cluster(test, timeout_s=20.0)
+
+
+def test_many_suspects_wait_for_their_turn_as_long_as_it_takes() -> None:
+    """Each is tried for longer than a group would be waited for."""
+
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        router = await groups.add_router(limits=replace(FAST, move_wait_s=0.3))
+        a.engine.is_paused = True
+        answers = [asyncio.create_task(collect(router, request(f"r{i}", [i], 5))) for i in range(4)]
+        await until(lambda: len(a.engine.running) == 4)
+        b = await add_idle_group(groups, router, "b")
+        await kill(a)
+        for _ in range(4):
+            await until(lambda: len(b.engine.running) == 1)
+            await asyncio.sleep(0.2)
+            for _ in range(5):
+                b.engine.step()
+        for i, answer in enumerate(answers):
+            assert tokens(await answer) == expected_tokens([i], 0, 5)
+
+    with_cluster(test)
+
+
+def test_a_suspect_whose_reader_leaves_is_no_excuse_for_others() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        router = await groups.add_router()
+        a.engine.is_paused = True
+        leaving = asyncio.create_task(collect(router, request("r", [1], 5)))
+        await until(lambda: len(a.engine.running) == 1)
+        b = await groups.add_group("b")
+        await until(lambda: both_ready(router))
+        b.engine.is_paused = True
+        await kill(a)
+        await until(lambda: len(b.engine.running) == 1)
+        await asyncio.sleep(0.02)
+        (link,) = (link for link in router._table.ready_links())
+        assert link.suspect == "r~2"
+        leaving.cancel()
+        await until(lambda: link.suspect is None)
+
+    with_cluster(test)
+
+
+async def add_idle_group(groups: Cluster, router: SocketDispatcher, name: str) -> FakeGroup:
+    """A second group that is ready, and steps only when told to."""
+    group = await groups.add_group(name, steps=False)
+    proof = asyncio.create_task(prove(group))
+    await until(lambda: both_ready(router))
+    proof.cancel()
+    return group
+
+
+async def kill(group: FakeGroup) -> None:
+    """It computes nothing more, and says so."""
+    group.engine.is_paused = True
+    group.engine.running.clear()
+    group.engine.step(failure="killed")
 
 
 def has_poison(group: FakeGroup) -> bool:

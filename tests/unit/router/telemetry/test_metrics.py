@@ -10,7 +10,7 @@ import pytest
 
 from router.admission import Admission
 from router.api.errors import ApiError
-from router.dispatch.interface import PREFILL_OUTCOMES, SOURCES, FetchCounts, GroupState, PairState
+from router.dispatch.interface import FetchCounts, GroupState, PairState, PrefillOutcome, SourceKind
 from router.settings import RouterSettings
 from router.telemetry.metrics import RouterMetrics
 from tests.unit.router.client import COMPLETIONS, call, until
@@ -169,10 +169,10 @@ def test_what_came_of_reading_blocks() -> None:
     )  # fmt: skip
     dispatcher = FakeDispatcher(states=(replace_stats(stats),), fetches=counts)
     text = call(stack(dispatcher).app, "/metrics").text
-    sources = {s: only(text, "kv_source_decisions_total", source=s) for s in SOURCES}
+    sources = {s: only(text, "kv_source_decisions_total", source=s) for s in SourceKind}
     assert sources == {"none": 4, "prefill": 2, "neighbour": 0}
-    assert [only(text, "kv_redirects_total", source=s) for s in SOURCES] == [1, 0, 0]
-    assert {o: only(text, "prefill_dispatches_total", outcome=o) for o in PREFILL_OUTCOMES} == {
+    assert [only(text, "kv_redirects_total", source=s) for s in SourceKind] == [1, 0, 0]
+    assert {o: only(text, "prefill_dispatches_total", outcome=o) for o in PrefillOutcome} == {
         "computed": 2, "refused": 0, "failed": 0, "overtaken": 0, "cancelled": 0,
     }  # fmt: skip
     assert only(text, "kv_pulled_tokens_total") == 96
