@@ -49,7 +49,7 @@ class Attempt:
     stream: RequestStream
     # As they were when it was sent: a group forgets what it has taken when this router connects to it again.
     links: Mapping[GroupId, GroupLink]
-    target: GroupLink  # the first choice, charged with it
+    target: GroupLink  # the first choice, charged with it until another has taken it
     taken: asyncio.Future[None]
     begun: asyncio.Future[None]  # the group has computed something of it
     owner: GroupLink | None = None
@@ -172,8 +172,8 @@ class Attempts:
     def finish(self, attempt: Attempt) -> None:
         """Nobody reads this attempt any more."""
         self._attempts.pop(attempt.wire_id, None)
-        attempt.target.load.on_ended(attempt.wire_id)
         holder = attempt.owner or attempt.target  # if it was given up, it may still come there
+        holder.load.on_ended(attempt.wire_id)
         if not attempt.stream.is_finished or attempt.stream.was_cut:
             holder.abort(attempt.wire_id)
         if attempt.listener is not None:
@@ -198,15 +198,14 @@ class Attempts:
 
     def _take(self, attempt: Attempt, link: GroupLink) -> None:
         """The link's group has the request."""
+        if attempt.owner is None:
+            attempt.owner = link
+            attempt.taken.set_result(None)
+            if link is not attempt.target:
+                attempt.target.load.hand_over(attempt.wire_id, link.load)
+            if link.closed.done():
+                _fail(attempt.stream, link, link.closed.result())
         link.load.on_accepted(attempt.wire_id)
-        if attempt.owner is not None:
-            return
-        attempt.owner = link
-        attempt.taken.set_result(None)
-        if link is not attempt.target:
-            attempt.target.load.on_ended(attempt.wire_id)
-        if link.closed.done():
-            _fail(attempt.stream, link, link.closed.result())
 
 
 def _fail(stream: RequestStream, link: GroupLink, reason: str) -> None:

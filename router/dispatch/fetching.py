@@ -23,7 +23,7 @@ from dataclasses import replace
 from router.dispatch.attempts import Attempt, Attempts, is_computed
 from router.dispatch.interface import Decision, Fetch, FetchCounts, PrefillOutcome, SourceKind
 from router.dispatch.link import GroupLink
-from router.dispatch.placement import BlockChains, Placement
+from router.dispatch.placement import BlockChains, Placement, known_tokens
 from router.routing.pairing import Pair
 from workers.types import GenerateRequest, GroupId, KVSource, RequestId, Role, SamplingParams, TokenChunk
 
@@ -162,7 +162,7 @@ class _Running:
         group_id = link.info.group_id
         prompt = GenerateRequest(
             request_id=RequestId(f"{self._attempt.wire_id}+{number}"),
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=known_tokens(self._request),
             sampling=SamplingParams(max_tokens=0),
             cache_salt=self._request.cache_salt,
             priority=self._request.priority,
@@ -223,8 +223,8 @@ class _Running:
         fetch.pulled_tokens = pulled
         counts.pulled_tokens += pulled
         counts.recomputed_tokens += max(fetch.wanted_tokens - pulled, 0)
-        if self._source is None or not self._is_computed:
-            return
+        if self._source is None or not self._is_computed or not self._source.is_open:
+            return  # nothing is known of a pair whose source has gone
         pair: Pair = (self._source.info.group_id, reader.info.group_id)
         if pulled:
             num_bytes = pulled // reader.info.block_size * reader.info.kv_bytes_per_block

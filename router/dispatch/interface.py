@@ -157,7 +157,7 @@ class Decision:
     request_id: RequestId
     ranked: Sequence[Choice]  # of the last attempt, best first
     matches: Mapping[GroupId, int]  # leading blocks of the prompt that a group had or was about to have
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # with those that the answer had before a move
     is_retry: bool = False  # a better group had not taken it
     num_attempts: int = 1  # offers to a group so far, with those before a move
     taken_by: GroupId | None = None

@@ -172,6 +172,8 @@ class GroupLink:
             self._sink.on_link_closed(self, reason)
 
     def _welcome(self, info: GroupInfo) -> None:
+        if self._info is not None:
+            raise WireError("WELCOME after the greeting")
         expected, found = (self.address.group_id, self.address.epoch), (info.group_id, info.epoch)
         if expected != found:
             raise WireError(

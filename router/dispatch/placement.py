@@ -84,7 +84,7 @@ class Placement:
             request_id=request.request_id,
             ranked=ranked,
             matches=matches,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            num_prompt_tokens=len(known_tokens(request)),
             is_retry=is_retry,
         )
         self._decisions[request.request_id] = decision
@@ -136,7 +136,7 @@ class Placement:
             return None  # the engine computes every row of such a prompt
         if 0 not in request.choices():
             return None  # only its first chunk would tell what was read
-        num = len(request.prompt_token_ids)
+        num = len(known_tokens(request))
         able = [link for link in links.values() if link.info.exchanges_kv]
         if not any(whole_block_tokens(num, link.info.block_size) for link in able):
             return None
@@ -196,24 +196,32 @@ def _max_prompt_tokens(info: GroupInfo) -> int:
     return min(info.max_model_len, info.num_blocks * info.block_size)
 
 
+def known_tokens(request: GenerateRequest) -> tuple[int, ...]:
+    """What a group has to have before it makes a token: the prompt, to which belongs, for a request that was
+    moved, what its first choice has got so far."""
+    return request.prompt_token_ids + (request.begun[0].token_ids if request.begun else ())
+
+
 async def hash_prompt(request: GenerateRequest, block_sizes: Iterable[int]) -> BlockChains:
     """Hashes of the prompt's full blocks, for each block size in use."""
     sizes = set(block_sizes)
-    if len(request.prompt_token_ids) > _HASH_IN_THREAD_TOKENS:
+    if len(known_tokens(request)) > _HASH_IN_THREAD_TOKENS:
         return await asyncio.to_thread(_hash_prompt, request, sizes)
     return _hash_prompt(request, sizes)
 
 
 def _hash_prompt(request: GenerateRequest, sizes: Iterable[int]) -> BlockChains:
-    return {size: block_hashes(request.prompt_token_ids, size, request.cache_salt) for size in sizes}
+    tokens = known_tokens(request)
+    return {size: block_hashes(tokens, size, request.cache_salt) for size in sizes}
 
 
 def _view(request: GenerateRequest, chains: BlockChains, turn: int) -> RequestView:
     chain: Sequence[BlockHash] = next(iter(chains.values()), ())
+    choices = request.choices()
     return RequestView(
-        num_prompt_tokens=len(request.prompt_token_ids),
-        max_output_tokens=request.sampling.max_tokens * request.num_choices,
-        num_choices=request.num_choices,
+        num_prompt_tokens=len(known_tokens(request)),
+        max_output_tokens=sum(request.sampling.max_tokens - len(begun) for begun in choices.values()),
+        num_choices=len(choices),
         spread_key=chain[-1] if chain else request.request_id.encode("utf-8", "replace"),
         turn=turn,
     )

@@ -116,6 +116,14 @@ class LoadTracker:
         if sent.is_timed and tokens >= _MIN_OBSERVED_TOKENS and now_s > sent.sent_s:
             self._learn(tokens / (now_s - sent.sent_s))
 
+    def hand_over(self, request_id: RequestId, taker: LoadTracker) -> None:
+        """Another group has taken the request that was sent here; unknown ids are ignored."""
+        self._uncharge(request_id)
+        if (sent := self._sent.pop(request_id, None)) is not None:
+            sent.is_timed = False  # what it was to wait for here says nothing of the other group
+            taker._sent[request_id] = taker._charged[request_id] = sent
+            taker._view.charged_tokens += sent.uncached_tokens
+
     def on_ended(self, request_id: RequestId) -> None:
         """The request is over, however it ended; unknown ids are ignored."""
         self._uncharge(request_id)

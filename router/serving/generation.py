@@ -34,18 +34,8 @@ from workers.types import FinishReason, GenerateRequest, TokenChunk
 # Codes with which a group refuses a request as the client's mistake.
 _CLIENT_CODES = frozenset({"invalid_value", "context_length_exceeded", "kv_pool_too_small"})
 # Codes of what another group, or the same one later, could do.
-_LATER_CODES = frozenset(
-    {
-        "engine_dead",
-        "group_failed",
-        "group_stopped",
-        "group_draining",
-        "not_connected",
-        "submit_timeout",
-        "draining",
-    }
-)
-_OVERLOAD_CODES = frozenset({"queue_full", "server_is_overloaded"})
+_LATER_CODES = frozenset({"engine_dead", "group_failed", "group_stopped", "router_stopping"})
+_OVERLOAD_CODES = frozenset({"queue_full"})
 
 _MAX_REMEMBERED = 1024  # waterfalls, as many as decisions of placement
 

@@ -50,19 +50,20 @@ def fails(code: str, *, after: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
+    ("said", "status", "code"),
     [
-        ("engine_dead", 503),
-        ("group_draining", 503),
-        ("server_is_overloaded", 503),
-        ("invalid_value", 400),
-        ("context_length_exceeded", 400),
-        ("nonfinite_logits", 500),
+        ("engine_dead", 503, "engine_dead"),
+        ("group_stopped", 503, "group_stopped"),
+        ("router_stopping", 503, "router_stopping"),
+        ("queue_full", 503, "server_is_overloaded"),
+        ("invalid_value", 400, "invalid_value"),
+        ("context_length_exceeded", 400, "context_length_exceeded"),
+        ("nonfinite_logits", 500, "nonfinite_logits"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_group_error_before_the_first_token(code: str, status: int, stream: bool) -> None:
-    router = stack(FakeDispatcher(fails(code, after=0)))
+def test_group_error_before_the_first_token(said: str, status: int, code: str, stream: bool) -> None:
+    router = stack(FakeDispatcher(fails(said, after=0)))
     response = call(router.app, COMPLETIONS, {"prompt": "a", "stream": stream})
     error = error_of(response)
     assert (response.status_code, error["code"], error["message"]) == (status, code, "rank 1 died")

@@ -214,6 +214,22 @@ def test_a_decode_group_that_dies_takes_the_prompt_along(has_begun: bool) -> Non
     with_pools(test)
 
 
+def test_a_source_that_has_gone_leaves_no_pair_behind() -> None:
+    async def test(pools: Pools) -> None:
+        router, (d, _) = await started(pools, "d", "p")
+        d.gives_up = d.is_paused = True
+        task = asyncio.create_task(collect(router, request("r", LONG)))
+        await until(lambda: outcomes(router) == [("p", "computed")])
+        await pools.kill("p")
+        await until(lambda: sum(state.is_ready for state in router.groups()) == 1)
+        d.is_paused = False
+        assert tokens(await task) == RIGHT
+        assert router.fetch_counts().recomputed_tokens == 396
+        assert router.pairs() == []
+
+    with_pools(test)
+
+
 def test_both_die() -> None:
     async def test(pools: Pools) -> None:
         router, (d, p) = await started(pools, "d", "p")

@@ -23,6 +23,7 @@ from tests.unit.data_plane.fakes import (
     until,
     with_cluster,
 )
+from workers.data_plane.wire import Welcome
 from workers.types import GenerateRequest, GroupAddress, GroupId
 
 A, B = GroupId("a"), GroupId("b")
@@ -44,6 +45,18 @@ def test_a_group_is_ready_after_a_real_token_only() -> None:
         await until(lambda: ready(router) == [A])
         assert a.engine.submitted[0].startswith("canary-")
         await until(lambda: a.server.num_requests == 0)
+
+    with_cluster(test)
+
+
+def test_a_second_welcome_ends_the_connection() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        router = await groups.add_router()
+        (link,) = router._table.ready_links()
+        channel = next(client.channel for client in a.server._clients.values() if client.subscribes)
+        channel.send(Welcome(info=link.info, mac=b""))
+        assert await link.closed == "WELCOME after the greeting"
 
     with_cluster(test)
 

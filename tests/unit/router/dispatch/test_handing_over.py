@@ -157,8 +157,12 @@ def test_a_group_that_was_not_in_the_ranking_may_take_the_request() -> None:
         b.engine.is_paused = True  # the answer of `send` comes before the first token
         task = asyncio.create_task(collect(router, request("r", max_tokens=5)))
         await until(lambda: "r" in b.engine.running)
+        loads = {name: link.load for name, link in router._table.links().items()}
+        await until(lambda: (loads[A].num_requests, loads[B].num_requests) == (0, 1))
         b.engine.is_paused = False
         assert tokens(await task) == expected_tokens([1, 2, 3], 0, 5)
+        assert [loads[name].num_requests for name in (A, B)] == [0, 0]
+        assert [loads[name].view(0.0, 0.0).charged_tokens for name in (A, B)] == [0, 0]
         decision = router.explain(RequestId("r"))
         assert decision is not None and decision.taken_by == B
         assert [choice.group_id for choice in decision.ranked] == [A]

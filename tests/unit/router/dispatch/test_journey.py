@@ -56,6 +56,27 @@ def test_a_stream_goes_on_in_another_group() -> None:
     with_cluster(test)
 
 
+def test_what_a_moved_request_has_got_is_computed_again_and_counts_as_its_prompt_does() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        router = await groups.add_router()
+        answer = asyncio.create_task(collect(router, request("r", [5], 500)))
+        await until(lambda: a.engine.num_steps > 300)
+        a.engine.is_paused = True
+        b = await add_idle_group(groups, router, "b")
+        await kill(a)
+        await until(lambda: len(b.engine.running) == 1)
+        (again,) = b.engine.running.values()
+        num_known = 1 + len(again.request.begun[0].token_ids)
+        assert num_known > 200
+        decision = router.explain(RequestId("r"))
+        assert decision is not None and decision.num_prompt_tokens == num_known
+        b.engine.start()
+        assert tokens(await answer) == expected_tokens([5], 0, 500)
+
+    with_cluster(test)
+
+
 def test_groups_that_are_told_to_end_cost_their_requests_nothing_however_many_they_are() -> None:
     async def test(groups: Cluster) -> None:
         old = await groups.add_group("a")
