@@ -45,7 +45,7 @@ def build_service(
     )
     preparer = Preparer(
         tokenizer=tokenizer,
-        workers=TextWorkers(settings.text_threads),
+        workers=TextWorkers(settings.text_threads, max_calls=settings.max_queued_requests),
         settings=settings,
         draw_seed=lambda: INT64_MIN + random.getrandbits(64),
         clock=time.monotonic,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from router.build import build_service
 from router.directory_board import DirectoryBoard
-from router.directory_source import DirectorySource
+from router.directory_source import DirectoryHandle, DirectorySource
 from router.dispatch.dispatcher import DispatchLimits, SocketDispatcher
 from router.http.app import create_app
 from router.routing.policy import PolicyConfig
@@ -46,14 +46,23 @@ class RouterStart:
 class GroupSender:
     """Hands requests to groups through Serve's handles; `router.request_router` follows the ranking."""
 
-    def __init__(self, handles: Mapping[str, DeploymentHandle[Any]]) -> None:
-        """A handle of each pool, by name."""
-        self._handles = handles
+    def __init__(
+        self,
+        handles: Mapping[str, DeploymentHandle[Any]],
+        new_handle: Callable[[str], DeploymentHandle[Any]],
+    ) -> None:
+        """`handles`: of the pools that this router was deployed with, by name. `new_handle`: of any other
+        one; an update may replace the pools before it replaces the router."""
+        self._handles = dict(handles)
+        self._new_handle = new_handle
 
     async def __call__(self, ranked: Sequence[GroupId], client_id: str, request: GenerateRequest) -> GroupId:
         """Which group of the best one's pool took the request. Raises what the front raised, or what Serve
         did."""
-        submit = self._handles[pool_of(ranked[0])].submit
+        pool = pool_of(ranked[0])
+        if pool not in self._handles:
+            self._handles[pool] = self._new_handle(pool)
+        submit = self._handles[pool].submit
         # Serve numbers a call by the HTTP request it finds in the context, and loses one of two calls with
         # the same number: the prompts of one list would be such. In an empty context each has its own.
         response = Context().run(submit.remote, client_id, request, ranked_groups=tuple(ranked))
@@ -99,10 +108,13 @@ class Router:
         settings = replace(start.http, replica=context.replica_id.unique_id)
         secret = await asyncio.to_thread(application_secret, context.app_name)
         tokenizer = await asyncio.to_thread(TextTokenizer.load, start.tokenizer_folder)
+        directory = DirectoryHandle(context.app_name)
+        source = DirectorySource(directory)
         self._dispatcher = SocketDispatcher(
             secret=secret,
-            source=DirectorySource(context.app_name),
-            send=GroupSender(groups),
+            source=source,
+            is_one_coming=source.is_one_coming,
+            send=GroupSender(groups, lambda pool: DeploymentHandle(pool, context.app_name)),
             policy=start.policy,
             client_id=f"router-{settings.replica}",
             model_hash=start.model_hash,
@@ -112,7 +124,7 @@ class Router:
         self._service = build_service(
             self._dispatcher, tokenizer, settings, model_folder=start.tokenizer_folder
         )
-        self._telemetry = Telemetry(self._service.metrics, DirectoryBoard(context.app_name))
+        self._telemetry = Telemetry(self._service.metrics, DirectoryBoard(directory))
         self._app = create_app(self._service, settings, telemetry=self._telemetry)
         await self._dispatcher.start()
         try:

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from workers.directory.actor import NAMESPACE, directory_name
 from workers.directory.groups import LEASE_S, GroupListing, GroupPhase
-from workers.types import GroupAddress, GroupId
+from workers.types import GroupAddress, GroupId, Role
 
 _WAIT_S = 5.0  # how long the directory may hold a question until there is news
 
@@ -61,30 +61,67 @@ class KnownGroups:
             if entry.address is not None
         }
 
+    @property
+    def is_one_coming(self) -> bool:
+        """Whether a group that will answer is being started."""
+        entries = self._listing.entries if self._listing is not None else ()
+        return any(entry.phase is GroupPhase.LOADING and entry.role is not Role.PREFILL for entry in entries)
+
     def addresses(self) -> dict[GroupId, GroupAddress]:
         """Groups that listen somewhere, by id."""
         inherited = self._inherited if self._clock() < self._inherited_until else {}
         return {**inherited, **self._addresses}
 
 
-class DirectorySource:
-    """Asks the directory actor of an application."""
+class DirectoryHandle:
+    """Ray's handle of the directory actor of an application: looked up when first needed, and again when it
+    was lost.
 
-    def __init__(self, application: str) -> None:
+    One look-up at a time. Without Ray's control plane it takes a minute and cannot be stopped, and the loop's
+    threads, of which it holds one, have requests to work for.
+    """
+
+    def __init__(self, application: str, find: Callable[[str], ActorHandle[Any]] | None = None) -> None:
+        """`find` blocks; Ray's look-up when not given."""
         self._application = application
+        self._find = find or find_directory
+        self._finding: asyncio.Task[ActorHandle[Any]] | None = None
+
+    async def get(self) -> Any:
+        """Raises RayError or ValueError without a directory."""
+        if self._finding is None:
+            self._finding = asyncio.create_task(asyncio.to_thread(self._find, self._application))
+        try:
+            return await asyncio.shield(self._finding)
+        except (RayError, ValueError):
+            self._finding = None
+            raise
+
+    def lose(self) -> None:
+        """The actor has gone: the next call looks for another."""
+        self._finding = None
+
+
+class DirectorySource:
+    """Asks the directory of an application."""
+
+    def __init__(self, directory: DirectoryHandle) -> None:
+        self._directory = directory
         self._known = KnownGroups(time.monotonic)
-        self._directory: Any = None  # Ray's handle
         self._is_lost = False
+
+    def is_one_coming(self) -> bool:
+        """Whether a group that will answer is being started, as the directory has said last."""
+        return self._known.is_one_coming
 
     async def __call__(self) -> Sequence[GroupAddress]:
         """The groups; waits a few seconds for news. Without a directory: those known."""
         try:
-            if self._directory is None:
-                self._directory = await asyncio.to_thread(find_directory, self._application)
-            self._known.take(await self._directory.listing.remote(self._known.version, _WAIT_S))
+            directory = await self._directory.get()
+            self._known.take(await directory.listing.remote(self._known.version, _WAIT_S))
             self._note_loss(None)
         except (RayError, ValueError) as error:  # ValueError: no actor of that name
-            self._directory = None
+            self._directory.lose()
             self._note_loss(error)
         return tuple(self._known.addresses().values())
 

@@ -54,8 +54,9 @@ class RouterSettings:
     tokenize_timeout_s: float = 10.0
 
     # Admission, over all requests of this replica.
-    group_wait_s: float = 0.0  # for a group to be there, when none is; 0: such a request is refused at once
-    max_queued_requests: int = 512  # admitted, no token yet
+    # For the first group of pools that may be at zero. 0: one waits only for a group that is being started.
+    group_wait_s: float = 0.0
+    max_queued_requests: int = 512  # admitted, no token yet; as many before, whose text is worked on
     max_queued_tokens: int = 1_000_000  # prompt tokens of those
     max_inflight_requests: int = 2048  # queued and running
     max_requests_per_key: int | None = None  # in flight for one API key; None: no own limit

@@ -2,7 +2,8 @@
 
 Up at once when the load asks for it. Down when fewer groups, with a margin, would have been enough for
 `scale_down_after_s`, and then to the most that were needed meanwhile. Two changes of direction are at least
-`min_reversal_s` apart, whatever the load does. The pools are decided together: with `prefill_per_decode`
+`min_reversal_s` apart, whatever the load does; but a request that waits for a pool at zero makes Serve itself
+start a group at once. The pools are decided together: with `prefill_per_decode`
 one follows the other.
 """
 

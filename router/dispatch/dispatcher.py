@@ -62,11 +62,13 @@ class DispatchLimits:
     max_attempts: int = 3  # groups a request is offered to
     send_timeout_s: float = 5.0  # for a group to take a request; then the next one is asked
     late_send_s: float = 60.0  # how long a handing-over that was given up may still run
-    group_wait_s: float = 0.0  # for a first group, when none is there
+    group_wait_s: float = 0.0  # of a request, for the first group of pools that may be at zero
+    start_wait_s: float = 20.0  # of a request, for one that is being started
+    successor_s: float = 5.0  # after a group has left, for another that is started in its place to be known
     max_decisions: int = 1024  # kept for `explain`
     max_moves: int = 3  # of a request after crashes; after planned ends as often as it takes
     move_wait_s: float = 60.0  # after a crash, for a group to be there that goes on with it
-    stopped_wait_s: float = 2.0  # the same after a group was told to end: others are there, or none will come
+    stopped_wait_s: float = 2.0  # the same after a planned end, when none is being started
     groups: GroupLimits = field(default_factory=GroupLimits)
 
 
@@ -84,14 +86,17 @@ class SocketDispatcher:
         client_id: str | None = None,
         model_hash: str | None = None,
         wake: Callable[[], None] | None = None,
+        is_one_coming: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """model_hash: of the groups to use (`GroupInfo`); None: all are of one model. `wake` is called again
-        and again while a request waits for a group: it asks for one."""
+        and again while a request waits for a group of pools at zero: it asks for one. `is_one_coming`: a
+        group that will answer is being started."""
         self.client_id = client_id or f"router-{uuid.uuid4().hex}"
         self.index = PrefixIndex(clock=clock)  # what is cached where: to read, not to change
         self._limits = limits or DispatchLimits()
         self._wake = wake
+        self._is_one_coming = is_one_coming
         self._probation = Probation()
         self._clock = clock
         self._counts = RouteCounts()
@@ -141,17 +146,19 @@ class SocketDispatcher:
         await self._table.stop()
         await self._attempts.stop()
 
-    async def available(self, timeout_s: float) -> None:
+    async def available(self) -> None:
         """See `Dispatcher.available`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._can_answer():
-                    if self._wake is not None:
-                        self._wake()
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError:
-            message = f"No worker group was there within {timeout_s:g} s."
-            raise Unavailable(message, code="no_ready_group", retry_after_s=5.0) from None
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        while not self._can_answer():
+            waited_s = loop.time() - began_s
+            if waited_s >= self._max_wait_s():
+                after = f" after {waited_s:.0f} s of waiting" if waited_s else ""
+                message = f"No worker group is there{after}."
+                raise Unavailable(message, code="no_ready_group", retry_after_s=5.0)
+            if self._wake is not None and self._limits.group_wait_s:
+                self._wake()
+            await asyncio.sleep(_POLL_S)
 
     def groups(self) -> Sequence[GroupState]:
         """All groups known now, ready or not."""
@@ -226,7 +233,8 @@ class SocketDispatcher:
         if journey.num_suspicions >= MAX_SUSPICIONS or journey.num_crashes > self._limits.max_moves:
             self._counts.moves[MoveResult.GIVEN_UP] += 1
             raise Unavailable(f"{journey.num_crashes} groups have failed while they had this request")
-        wait_s = self._limits.stopped_wait_s if journey.was_stopped else self._limits.move_wait_s
+        is_short = journey.was_stopped and not self._is_one_coming()
+        wait_s = self._limits.stopped_wait_s if is_short else self._limits.move_wait_s
         async with self._probation.turn(journey):
             try:
                 async with asyncio.timeout(wait_s):
@@ -255,14 +263,22 @@ class SocketDispatcher:
     def _can_answer(self) -> bool:
         return any(link.info.role is not Role.PREFILL for link in self._table.ready_links())
 
+    def _max_wait_s(self) -> float:
+        """How long a request waits for a group, now that none answers."""
+        limits, table = self._limits, self._table
+        may_come = self._is_one_coming() or table.since_left_s < limits.successor_s
+        if may_come and not table.is_superseded:
+            return max(limits.group_wait_s, limits.start_wait_s)
+        return limits.group_wait_s
+
     async def _place_first(self, request: GenerateRequest, journey: Journey) -> Attempt:
         """The first placement, which may wait for a group when none is there. Raises Unavailable."""
         try:
             return await self._place(request, journey)
         except Unavailable:
-            if self._can_answer() or not self._limits.group_wait_s:
+            if self._can_answer() or not self._max_wait_s():
                 raise
-        await self.available(self._limits.group_wait_s)
+        await self.available()
         return await self._place(request, journey)
 
     async def _place_again(self, journey: Journey) -> Attempt:

@@ -69,8 +69,10 @@ class _Follower:
 
     def update(self, address: GroupAddress) -> None:
         """What the directory says of the group now."""
-        old, self.address = self.address, address
+        was_eligible, old, self.address = self.is_eligible, self.address, address
         self.unlisted_s = None
+        if was_eligible and not self.is_eligible:
+            self._table.note_left()
         if (old.host, old.port, old.epoch) != (address.host, address.port, address.epoch):
             self._moved.set()
             if self.link is not None:
@@ -110,6 +112,7 @@ class _Follower:
                 await asyncio.gather(proof, return_exceptions=True)
             _log.warning("group %s epoch %d lost: %s", self.address.group_id, self.link.address.epoch, reason)
             self.link = None
+            self._table.note_left()
             await self._pause()
 
     async def _prove(self, link: GroupLink) -> None:
@@ -164,10 +167,12 @@ class GroupTable:
         self._followers: dict[GroupId, _Follower] = {}
         self._poller: asyncio.Task[None] | None = None
         self._has_asked = asyncio.Event()  # the directory has answered, or could not
+        self._left_s = float("-inf")  # loop time, see `since_left_s`
 
     async def start(self) -> None:
         """Begins to follow the directory."""
         assert self._poller is None, "started twice"
+        self.note_left()  # whatever was there before this router
         self._poller = asyncio.get_running_loop().create_task(self._poll())
 
     async def stop(self) -> None:
@@ -199,6 +204,20 @@ class GroupTable:
                 if follower.is_eligible
             ):
                 await asyncio.sleep(_SETTLE_POLL_S)
+
+    def note_left(self) -> None:
+        """A group takes no requests any more."""
+        self._left_s = asyncio.get_running_loop().time()
+
+    @property
+    def since_left_s(self) -> float:
+        """Seconds since a group last stopped taking requests, or since the start."""
+        return asyncio.get_running_loop().time() - self._left_s
+
+    @property
+    def is_superseded(self) -> bool:
+        """Groups of another model take requests: none of ours will come any more."""
+        return any(follower.is_foreign and follower.is_eligible for follower in self._followers.values())
 
     def ready_links(self) -> list[GroupLink]:
         """Links to groups that can take a new request now."""
@@ -238,6 +257,8 @@ class GroupTable:
         now_s = asyncio.get_running_loop().time()
         for group_id, follower in self._followers.items():
             if group_id not in listed and follower.unlisted_s is None:
+                if follower.is_eligible:
+                    self.note_left()
                 follower.unlisted_s = now_s
 
     async def _poll(self) -> None:

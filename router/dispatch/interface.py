@@ -178,8 +178,9 @@ class Dispatcher(Protocol):
         """
         ...
 
-    async def available(self, timeout_s: float) -> None:
-        """Returns when a group is there that answers. Raises Unavailable after the time."""
+    async def available(self) -> None:
+        """Returns when a group is there that answers. Raises Unavailable: at once when none is on its way,
+        else when none has come in time."""
         ...
 
     def groups(self) -> Sequence[GroupState]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,7 +23,7 @@ from router.api.errors import INVALID_REQUEST, ApiError, invalid, quoted
 from router.api.json_body import parse_object, read_body
 from router.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.build import new_random
-from router.http.disconnect import EventStream, StreamLimits, unless_disconnected
+from router.http.disconnect import Deadline, EventStream, StreamLimits, unless_disconnected
 from router.http.gate import Gate, count_error
 from router.serving.service import Service
 from router.serving.work import Work
@@ -33,7 +33,7 @@ from router.telemetry.telemetry import Telemetry
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Handler = Callable[[Request], Awaitable[Response]]
-Prepare = Callable[[dict[str, Any], str, Caller], Awaitable[Work]]
+Prepare = Callable[[dict[str, Any], str, Caller], Coroutine[Any, Any, Work]]
 
 
 def create_app(
@@ -181,7 +181,7 @@ class _Routes:
         )
 
     def _max_s(self, request: Request) -> float:
-        """The longest that generating may take: what the client says in a header, up to our own limit."""
+        """The longest that an answer may take: what the client says in a header, up to our own limit."""
         asked = request.headers.get(PASSED_TIMEOUT_HEADER, request.headers.get(TIMEOUT_HEADER))
         if asked is None:
             return self._settings.max_request_s
@@ -198,18 +198,17 @@ class _Routes:
 
     async def _generate(self, request: Request, prepare: Prepare) -> Response:
         max_s = self._max_s(request)
-        body_tree, caller = await self._body(request), request.state.caller
-        if not self._service.has_group:
-            came_s = time.monotonic()
-            await unless_disconnected(self._service.await_group(caller), request.receive, max_s=max_s)
-            max_s = max(max_s - (time.monotonic() - came_s), 0.001)
-        work = await prepare(body_tree, request.state.request_id, caller)
+        body_tree = await self._body(request)
+        deadline = Deadline(max_s, time.monotonic)
+        preparing = prepare(body_tree, request.state.request_id, request.state.caller)
+        work = await unless_disconnected(preparing, request.receive, deadline)
         if not work.stream:
-            body = await unless_disconnected(self._service.complete(work), request.receive, max_s=max_s)
+            body = await unless_disconnected(self._service.complete(work), request.receive, deadline)
             return Response(body, media_type="application/json")
         return EventStream(
             self._service.stream(work),
-            limits=StreamLimits(self._settings.keep_alive_s, self._settings.send_timeout_s, max_s),
+            limits=StreamLimits(self._settings.keep_alive_s, self._settings.send_timeout_s),
+            deadline=deadline,
             clock=time.monotonic,
             refuse=self.refuse,
             on_error=lambda error: count_error(self._service.metrics, error),

@@ -30,18 +30,44 @@ _EVENT_STREAM_HEADERS = [
 ]
 
 
-async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive, *, max_s: float) -> Result:
+class Deadline:
+    """When the answer to one request must be complete."""
+
+    def __init__(self, max_s: float, clock: Callable[[], float]) -> None:
+        """`max_s` from now on. `clock` is monotonic seconds."""
+        self._max_s = max_s
+        self._clock = clock
+        self._ends_at = clock() + max_s
+
+    @property
+    def left_s(self) -> float:
+        """Time until then; 0 when it is over."""
+        return max(self._ends_at - self._clock(), 0.0)
+
+    def error(self) -> ApiError:
+        """The answer to a request that has taken too long: 504."""
+        return ApiError(
+            504,
+            f"The request took longer than {self._max_s:g} s.",
+            code="deadline_exceeded",
+            headers={"x-should-retry": "false"},
+        )
+
+
+async def unless_disconnected(
+    work: Coroutine[Any, Any, Result], receive: Receive, deadline: Deadline
+) -> Result:
     """The work's result or exception. The work is cancelled, and ClientDisconnected raised, when the client
-    goes; ApiError 504 after `max_s`."""
+    goes; ApiError 504 at the deadline."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((task, gone), timeout=max_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, gone), timeout=deadline.left_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if gone.done():
             raise ClientDisconnected
-        raise _too_late(max_s)
+        raise deadline.error()
     finally:
         await end_tasks(task, gone)
 
@@ -52,7 +78,6 @@ class StreamLimits:
 
     keep_alive_s: float  # longest silence; a comment breaks it
     send_s: float  # a client that takes nothing for so long is gone
-    max_s: float  # the longest stream
 
 
 class EventStream(Response):
@@ -68,6 +93,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         *,
         limits: StreamLimits,
+        deadline: Deadline,
         clock: Callable[[], float],
         refuse: Callable[[ApiError], Response],
         on_error: Callable[[ApiError], None],
@@ -78,6 +104,7 @@ class EventStream(Response):
         self.raw_headers = list(_EVENT_STREAM_HEADERS)
         self._events = events
         self._limits = limits
+        self._deadline = deadline
         self._clock = clock
         self._refuse = refuse
         self._on_error = on_error
@@ -107,17 +134,16 @@ class EventStream(Response):
 
     async def _watch(self, wire: _Wire, producer: asyncio.Task[None], gone: asyncio.Task[None]) -> None:
         """Until the producer is done. Raises its exception, ClientDisconnected, or ApiError 504."""
-        deadline = self._clock() + self._limits.max_s
         tick_s = self._limits.keep_alive_s / 2
         while True:
-            wait_s = min(tick_s, deadline - self._clock())
+            wait_s = min(tick_s, self._deadline.left_s)
             await asyncio.wait((producer, gone), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if producer.done():
                 return producer.result()
             if gone.done() or wire.is_stuck():
                 raise ClientDisconnected
-            if self._clock() >= deadline:
-                raise _too_late(self._limits.max_s)
+            if not self._deadline.left_s:
+                raise self._deadline.error()
             await wire.keep_alive(tick_s)
 
     async def _produce(self, wire: _Wire) -> None:
@@ -173,12 +199,3 @@ async def _disconnected(receive: Receive) -> None:
     """Returns when the client has closed its side."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _too_late(max_s: float) -> ApiError:
-    return ApiError(
-        504,
-        f"The request took longer than {max_s:g} s.",
-        code="deadline_exceeded",
-        headers={"x-should-retry": "false"},
-    )

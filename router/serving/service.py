@@ -87,23 +87,6 @@ class Service:
     def _waits_for_groups(self) -> bool:
         return self._settings.group_wait_s > 0
 
-    @property
-    def has_group(self) -> bool:
-        """Whether the model's limits are known: a group that answers has said what it is."""
-        return bool(self._models())
-
-    async def await_group(self, caller: Caller) -> None:
-        """Returns when `has_group`, as a queued request: bounded as those are. Raises ApiError."""
-        if self.has_group or not self._waits_for_groups:
-            return
-        with self.admission.admit(caller.tenant, 0):
-            try:
-                await self._dispatcher.available(self._settings.group_wait_s)
-            except Unavailable as error:
-                raise self.admission.unavailable(
-                    "no_group", error.message, code=error.code, retry_after_s=error.retry_after_s
-                ) from None
-
     def start_draining(self) -> None:
         """Refuse new requests from now on; running ones go on."""
         self.admission.is_draining = True
@@ -181,22 +164,20 @@ class Service:
     # Requests.
 
     async def prepare_chat(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
-        """Checked and tokenized. Raises ApiError."""
+        """Checked and tokenized. Waits for a group as `_room` says. Raises ApiError."""
         arrived_at = self._clock()
         self._check_model(body.get("model"))
         request = parse_chat(with_defaults(body, self._sampling_defaults), self._settings)
-        self.admission.check(caller.tenant)
-        limits = self.limits()
+        limits = await self._room(caller)
         arrival = self._arrival(request_id, caller, arrived_at)
         return await self._tokenizing(self._preparer.chat(request, arrival, limits))
 
     async def prepare_completion(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
-        """Checked and tokenized. Raises ApiError."""
+        """Checked and tokenized. Waits for a group as `_room` says. Raises ApiError."""
         arrived_at = self._clock()
         self._check_model(body.get("model"))
         request = parse_completion(with_defaults(body, self._sampling_defaults), self._settings)
-        self.admission.check(caller.tenant)
-        limits = self.limits()
+        limits = await self._room(caller)
         arrival = self._arrival(request_id, caller, arrived_at)
         return await self._tokenizing(self._preparer.completion(request, arrival, limits))
 
@@ -229,6 +210,21 @@ class Service:
         return self._generation.stream(work)
 
     # Inside.
+
+    async def _room(self, caller: Caller) -> ModelLimits:
+        """Limits of the model, for a request that would be admitted now. When no group has said what it is,
+        it waits as a queued request for one that may come: bounded as those are. Raises ApiError."""
+        if self._models():
+            self.admission.check(caller.tenant)
+            return self.limits()
+        with self.admission.admit(caller.tenant, 0):
+            try:
+                await self._dispatcher.available()
+            except Unavailable as error:
+                raise self.admission.unavailable(
+                    "no_group", error.message, code=error.code, retry_after_s=error.retry_after_s
+                ) from None
+        return self.limits()
 
     def _arrival(self, request_id: str, caller: Caller, arrived_at: float) -> Arrival:
         """Of a request whose checks are done."""

@@ -34,7 +34,10 @@ class _Job(Protocol):
 class TextWorkers:
     """A fixed number of threads that run short functions."""
 
-    def __init__(self, num_threads: int, *, max_queue_s: float = _MAX_QUEUE_S) -> None:
+    def __init__(self, num_threads: int, *, max_calls: int, max_queue_s: float = _MAX_QUEUE_S) -> None:
+        """At most `max_calls` run or wait for a thread."""
+        self._max_calls = max_calls
+        self._num_calls = 0
         self._max_queue_s = max_queue_s
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._num_threads = num_threads
@@ -46,7 +49,11 @@ class TextWorkers:
         self, function: Callable[[], Result], timeout_s: float, *, extra_s: Callable[[], float] = lambda: 0.0
     ) -> Result:
         """The function's result or exception. Raises TextTimeout after `timeout_s` of running, and as much
-        more as `extra_s` says by then; TextBusy when it has not begun after `max_queue_s`."""
+        more as `extra_s` says by then; TextBusy when there are too many calls, or it has not begun after
+        `max_queue_s`."""
+        if self._num_calls >= self._max_calls:
+            raise TextBusy(f"{self._num_calls} calls run or wait, which is the limit")
+        self._num_calls += 1
         call = _Call(function, asyncio.get_running_loop())
         self._jobs.put(call)
         queued_at = time.monotonic()
@@ -69,6 +76,7 @@ class TextWorkers:
                     raise TextTimeout(f"longer than {limit_s:g} s")
         finally:
             call.given_up = True
+            self._num_calls -= 1
 
     def close(self) -> None:
         """Ends the threads once they have nothing to do."""

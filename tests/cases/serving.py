@@ -17,11 +17,12 @@ from typing import Any
 import httpx
 
 from router.build import build_service
-from router.dispatch.interface import FetchCounts, GroupState, PairState, RouteCounts
+from router.dispatch.interface import GroupState, PairState
 from router.http.app import create_app
 from router.serving.service import Service
 from router.settings import RouterSettings
 from router.text.tokenizer import TextTokenizer
+from tests.dispatcher_double import DispatcherDouble
 from tests.models.checkpoints import successor
 from tests.models.toy_tokenizers import byte_tokenizer
 from tests.unit.router.client import CHAT, COMPLETIONS, call, events, streamed_text
@@ -36,8 +37,8 @@ from workers.types import GenerateRequest, GroupId, GroupInfo, GroupStats, Reque
 MODEL = "model"
 
 
-class LocalDispatcher:
-    """A `Dispatcher` over an engine in a thread of this process. Any event loop may use it."""
+class LocalDispatcher(DispatcherDouble):
+    """Over an engine in a thread of this process. Any event loop may use it."""
 
     def __init__(self, engine: Engine, info: GroupInfo) -> None:
         self.known_pairs: tuple[PairState, ...] = ()  # what it says of groups that read from each other
@@ -77,20 +78,8 @@ class LocalDispatcher:
             ),
         )
 
-    async def available(self, timeout_s: float) -> None:
-        """The engine is there."""
-
     def pairs(self) -> Sequence[PairState]:
         return self.known_pairs
-
-    def fetch_counts(self) -> FetchCounts:
-        return FetchCounts()
-
-    def route_counts(self) -> RouteCounts:
-        return RouteCounts()
-
-    def explain(self, _: RequestId) -> None:
-        """Nothing to choose from."""
 
     @property
     def num_open(self) -> int:

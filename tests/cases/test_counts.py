@@ -15,25 +15,26 @@ import pytest
 import uvicorn
 
 from router.build import build_service
-from router.dispatch.interface import Decision, FetchCounts, GroupState, PairState, RouteCounts
+from router.dispatch.interface import GroupState
 from router.http.app import create_app
 from router.serving.service import Service
 from router.settings import RouterSettings
 from router.telemetry.telemetry import Telemetry
 from router.text.tokenizer import TextTokenizer
 from tests.cases.serving import COMPLETIONS, MODEL, LocalDispatcher, endless_letters, running_engine
+from tests.dispatcher_double import DispatcherDouble
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
 from tests.unit.router.scrapes import samples
-from workers.types import GenerateRequest, RequestId, TokenChunk
+from workers.types import GenerateRequest, TokenChunk
 
 NUM_PROMPT_TOKENS = 3
 LONG = {"prompt": "abc", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
 PERIOD_S = 0.05  # of publishing
 
 
-class TwoEngines:
-    """router.dispatch.interface.Dispatcher that takes the engine with fewer requests."""
+class TwoEngines(DispatcherDouble):
+    """Takes the engine with fewer requests."""
 
     def __init__(self, engines: Sequence[LocalDispatcher]) -> None:
         self.engines = engines
@@ -44,28 +45,9 @@ class TwoEngines:
         async for chunk in engine.generate(request):
             yield chunk
 
-    async def available(self, timeout_s: float) -> None:
-        """See `Dispatcher`."""
-
     def groups(self) -> Sequence[GroupState]:
         """See `Dispatcher`."""
         return [state for engine in self.engines for state in engine.groups()]
-
-    def pairs(self) -> Sequence[PairState]:
-        """See `Dispatcher`."""
-        return ()
-
-    def fetch_counts(self) -> FetchCounts:
-        """See `Dispatcher`."""
-        return FetchCounts()
-
-    def route_counts(self) -> RouteCounts:
-        """See `Dispatcher`."""
-        return RouteCounts()
-
-    def explain(self, _: RequestId) -> Decision | None:
-        """Nothing is remembered."""
-        return None
 
 
 class Replicas:

@@ -16,6 +16,7 @@ from router.http.app import create_app
 from router.serving.service import Service
 from router.settings import RouterSettings
 from router.text.tokenizer import TextTokenizer
+from tests.dispatcher_double import DispatcherDouble
 from workers.types import (
     FinishReason,
     GenerateRequest,
@@ -115,7 +116,7 @@ def _prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob | None, ...
 
 
 @dataclass
-class FakeDispatcher:
+class FakeDispatcher(DispatcherDouble):
     """Says what its script says. `gate`: when set, chunks wait for it (a queue, a slow model)."""
 
     script: Script = field(default_factory=lambda: says("hello"))
@@ -127,7 +128,8 @@ class FakeDispatcher:
     known_pairs: Sequence[PairState] = ()
     fetches: FetchCounts = field(default_factory=FetchCounts)
     routes: RouteCounts = field(default_factory=RouteCounts)
-    comes: asyncio.Event | None = None  # set: a group is there, READY
+    comes: asyncio.Event | None = None  # set: a group is there, READY; None: none is on its way
+    max_wait_s: float = 60.0  # for it
     num_open: int = 0
     num_cancelled: int = 0
 
@@ -150,13 +152,13 @@ class FakeDispatcher:
             self.num_open -= 1
             self.num_cancelled += not complete
 
-    async def available(self, timeout_s: float) -> None:
+    async def available(self) -> None:
         """router.dispatch.interface.Dispatcher."""
-        assert self.comes is not None
         try:
-            await asyncio.wait_for(self.comes.wait(), timeout_s)
+            async with asyncio.timeout(self.max_wait_s if self.comes is not None else 0):
+                await (self.comes or asyncio.Event()).wait()
         except TimeoutError:
-            raise Unavailable("No worker group was there.", code="no_ready_group") from None
+            raise Unavailable("No worker group is there.", code="no_ready_group") from None
         self.states = (READY,)
 
     def explain(self, request_id: RequestId) -> Decision | None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from router.dispatch.interface import Unavailable
 from router.telemetry import table
+from router.text.text_workers import TextWorkers
 from tests.unit.router.client import (
     CHAT,
     COMPLETIONS,
@@ -172,8 +174,15 @@ def test_own_limit_of_a_key(tmp_path: Any) -> None:
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
-def send_and_leave(url: str, body: dict[str, Any], *, after: bytes | None, half_close: bool = False) -> None:
-    """Sends a request on a plain socket and closes it, once `after` has come back."""
+def send_and_leave(
+    url: str,
+    body: dict[str, Any],
+    *,
+    after: bytes | None,
+    half_close: bool = False,
+    once: Callable[[], bool] = lambda: True,
+) -> None:
+    """Sends a request on a plain socket and closes it, once `after` has come back and `once` is true."""
     host, port = url.removeprefix("http://").split(":")
     raw = json.dumps(body).encode()
     with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -185,6 +194,7 @@ def send_and_leave(url: str, body: dict[str, Any], *, after: bytes | None, half_
         seen = b""
         while after is not None and after not in seen:
             seen += connection.recv(4096)
+        wait_until(once)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
             connection.settimeout(5)
@@ -205,7 +215,8 @@ def test_client_leaves(stream: bool, prompt: Any, half_close: bool) -> None:
         body = {"prompt": prompt, "max_tokens": 3000, "stream": stream}
         # A plain request, and one in the queue, give nothing back before the client leaves.
         after = b'"text":"x"' if stream else None
-        send_and_leave(url, body, after=after, half_close=half_close)
+        is_placed = lambda: len(router.dispatcher.requests) == count  # noqa: E731
+        send_and_leave(url, body, after=after, half_close=half_close, once=is_placed)
         wait_until(lambda: router.dispatcher.num_cancelled == count)
         assert router.dispatcher.num_open == 0
         wait_until(lambda: disconnects(router.service.metrics) == 1)
@@ -214,11 +225,26 @@ def test_client_leaves(stream: bool, prompt: Any, half_close: bool) -> None:
     router.service.close()
 
 
+def test_waiting_to_be_tokenized_ends_with_the_client_and_with_its_deadline() -> None:
+    router = stack()
+    router.service._preparer._workers = TextWorkers(0, max_calls=10)
+    with server(router) as url:
+        send_and_leave(url, {"prompt": "a"}, after=None)
+        wait_until(lambda: disconnects(router.service.metrics) == 1)
+        late = httpx.post(
+            url + COMPLETIONS, json={"prompt": "a"}, headers={"x-request-timeout-seconds": "0.05"}, timeout=5
+        )
+    assert (late.status_code, error_of(late)["code"]) == (504, "deadline_exceeded")
+    assert error_of(late)["message"] == "The request took longer than 0.05 s."
+    assert router.dispatcher.requests == []
+
+
 def test_client_leaves_the_queue() -> None:
     router = stack(FakeDispatcher(gate=asyncio.Semaphore(0)))
     with server(router) as url:
-        for stream in (False, True):
-            send_and_leave(url, {"prompt": "a", "stream": stream}, after=None)
+        for count, stream in enumerate((False, True), 1):
+            is_placed = lambda: len(router.dispatcher.requests) == count  # noqa: B023, E731
+            send_and_leave(url, {"prompt": "a", "stream": stream}, after=None, once=is_placed)
         wait_until(lambda: router.dispatcher.num_cancelled == 2)
         wait_until(lambda: router.service.metrics.value(table.REQUESTS, "aborted") == 2)
         assert router.service.admission.num_queued == 0

@@ -53,11 +53,11 @@ def test_a_request_waits_for_the_first_group_of_a_pool_at_zero() -> None:
 
 
 def test_a_request_waits_for_a_group_no_longer_than_its_limits() -> None:
-    router = stack(FakeDispatcher(states=()), group_wait_s=0.05)
+    router = stack(FakeDispatcher(states=(), max_wait_s=0.05))
     router.dispatcher.comes = asyncio.Event()
     response = call(router.app, COMPLETIONS, {"prompt": "a"})
     assert (response.status_code, error_of(response)["code"]) == (503, "no_ready_group")
-    patient = stack(FakeDispatcher(states=()), group_wait_s=60.0)
+    patient = stack(FakeDispatcher(states=()))
     patient.dispatcher.comes = asyncio.Event()
     late = call(patient.app, COMPLETIONS, {"prompt": "a"}, headers={"x-request-timeout-seconds": "0.05"})
     assert (late.status_code, error_of(late)["code"]) == (504, "deadline_exceeded")

@@ -96,9 +96,24 @@ class FakeHandle:
 
 def test_a_request_goes_to_the_pool_of_the_best_group() -> None:
     handles = {pool: FakeHandle(pool) for pool in ("unified", "prefill", "decode")}
-    send = GroupSender(handles)  # type: ignore[arg-type]  # fakes
+    send = GroupSender(handles, FakeHandle)  # type: ignore[arg-type]  # fakes
     order = [group_id_of("decode", "b"), group_id_of("unified", "a")]
     assert asyncio.run(send(order, "router-1", "request")) == "decode-first"  # type: ignore[arg-type]
     assert handles["decode"].calls == [("router-1", "request", tuple(order))]
     assert handles["unified"].calls == handles["prefill"].calls == []
     assert [pool_of(group_id_of(pool, "a1-b2")) for pool in handles] == list(handles)
+
+
+def test_a_pool_that_came_after_the_router_has_its_handle_when_it_is_needed() -> None:
+    made: list[FakeHandle] = []
+
+    def new_handle(pool: str) -> FakeHandle:
+        made.append(FakeHandle(pool))
+        return made[-1]
+
+    send = GroupSender({"unified": FakeHandle("unified")}, new_handle)  # type: ignore[arg-type, dict-item]
+    for name in ("r1", "r2"):
+        order = [group_id_of("decode", "b"), group_id_of("unified", "a")]
+        assert asyncio.run(send(order, "router-1", name)) == "decode-first"  # type: ignore[arg-type]
+    (handle,) = made
+    assert [call[1] for call in handle.calls] == ["r1", "r2"]

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from router.api.errors import ApiError
 from router.api.json_body import ClientDisconnected
-from router.http.disconnect import EventStream, StreamLimits
+from router.http.disconnect import Deadline, EventStream, StreamLimits
 from router.serving.answers import KEEP_ALIVE
 
 
@@ -56,13 +56,14 @@ class Events:
             self.is_closed = True
 
 
-def run(client: Client, events: Events, **limits: float) -> None:
+def run(client: Client, events: Events, *, max_s: float = 60.0, keep_alive_s: float = 0.04) -> None:
     def refuse(_: ApiError) -> Response:
         raise AssertionError("the stream has begun")
 
     stream = EventStream(
         events(),
-        limits=StreamLimits(**{"keep_alive_s": 0.04, "send_s": 0.1, "max_s": 60.0, **limits}),
+        limits=StreamLimits(keep_alive_s, send_s=0.1),
+        deadline=Deadline(max_s, time.monotonic),
         clock=time.monotonic,
         refuse=refuse,
         on_error=client.errors.append,

@@ -20,7 +20,7 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def test_results_and_exceptions() -> None:
-    workers = TextWorkers(2)
+    workers = TextWorkers(2, max_calls=100)
 
     def fails() -> None:
         raise KeyError("x")
@@ -36,7 +36,7 @@ def test_results_and_exceptions() -> None:
 
 
 def test_hung_calls_are_given_up_and_their_threads_replaced() -> None:
-    workers = TextWorkers(1)
+    workers = TextWorkers(1, max_calls=100)
     release = threading.Event()
 
     async def hang() -> None:
@@ -55,7 +55,7 @@ def test_hung_calls_are_given_up_and_their_threads_replaced() -> None:
 
 
 def test_calls_that_no_thread_begins_are_refused() -> None:
-    workers = TextWorkers(1, max_queue_s=0.1)
+    workers = TextWorkers(1, max_calls=100, max_queue_s=0.1)
     release = threading.Event()
 
     async def wait() -> None:
@@ -71,6 +71,23 @@ def test_calls_that_no_thread_begins_are_refused() -> None:
     workers.close()
 
 
+def test_more_calls_than_may_wait_are_refused_at_once() -> None:
+    workers = TextWorkers(1, max_calls=2)
+    release = threading.Event()
+
+    async def wait() -> None:
+        running = [asyncio.create_task(workers.run(lambda: release.wait(10), 5)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(TextBusy):
+            await workers.run(lambda: 1, 5)
+        release.set()
+        assert await asyncio.gather(*running) == [True, True]
+        assert await workers.run(lambda: 1, 5) == 1
+
+    run(wait())
+    workers.close()
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -82,14 +99,14 @@ def test_calls_that_no_thread_begins_are_refused() -> None:
 )
 def test_too_much_to_tokenize_is_overload(path: str, body: dict[str, Any]) -> None:
     router = stack(render_timeout_s=0.01, tokenize_timeout_s=0.01)
-    router.service._preparer._workers = TextWorkers(0, max_queue_s=0.0)
+    router.service._preparer._workers = TextWorkers(0, max_calls=100, max_queue_s=0.0)
     response = call(router.app, path, body)
     assert (response.status_code, error_of(response)["code"]) == (503, "server_is_overloaded")
     assert float(response.headers["retry-after-ms"]) > 0
 
 
 def test_cancelled_callers_leave_the_threads_working() -> None:
-    workers = TextWorkers(1)
+    workers = TextWorkers(1, max_calls=100)
 
     async def cancel() -> None:
         release = threading.Event()
@@ -122,7 +139,7 @@ def test_template_that_hangs_without_writing() -> None:
 
 
 def test_a_call_may_earn_more_time() -> None:
-    workers = TextWorkers(1)
+    workers = TextWorkers(1, max_calls=100)
     earned: list[float] = []
 
     def first_half() -> str:
