@@ -21,7 +21,7 @@ from router.http.app import create_app
 from router.routing.policy import PolicyConfig
 from router.settings import RouterSettings
 from router.tasks import end_tasks
-from router.telemetry.telemetry import Telemetry
+from router.telemetry.publisher import MetricsPublisher
 from router.text.tokenizer import TextTokenizer
 from workers.group_start import pool_of
 from workers.metrics.ray_export import keep_exporting
@@ -83,6 +83,11 @@ class GroupWaker:
         if self._call is None or self._call.done():
             self._call = asyncio.get_running_loop().create_task(self._ask())
 
+    async def stop(self) -> None:
+        """Asks no more."""
+        if self._call is not None:
+            await end_tasks(self._call)
+
     async def _ask(self) -> None:
         response = Context().run(self._handle.present.remote)
         try:
@@ -110,6 +115,7 @@ class Router:
         tokenizer = await asyncio.to_thread(TextTokenizer.load, start.tokenizer_folder)
         directory = DirectoryHandle(context.app_name)
         source = DirectorySource(directory)
+        self._waker = GroupWaker(groups)
         self._dispatcher = SocketDispatcher(
             secret=secret,
             source=source,
@@ -118,13 +124,13 @@ class Router:
             policy=start.policy,
             client_id=f"router-{settings.replica}",
             model_hash=start.model_hash,
-            wake=GroupWaker(groups),
+            wake=self._waker,
             limits=DispatchLimits(group_wait_s=settings.group_wait_s),
         )
         self._service = build_service(
             self._dispatcher, tokenizer, settings, model_folder=start.tokenizer_folder
         )
-        self._telemetry = Telemetry(self._service.metrics, DirectoryBoard(directory))
+        self._telemetry = MetricsPublisher(self._service.metrics, DirectoryBoard(directory))
         self._app = create_app(self._service, settings, telemetry=self._telemetry)
         await self._dispatcher.start()
         try:
@@ -146,6 +152,7 @@ class Router:
         """Serve's call when the replica ends; it has let requests finish before."""
         self._service.start_draining()
         await end_tasks(self._export)
+        await self._waker.stop()
         await self._telemetry.stop()
         await self._dispatcher.stop()
         self._service.close()

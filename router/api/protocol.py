@@ -84,6 +84,11 @@ class ChatRequest(GenerationFields):
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the template writes them
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in SamplingParams."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class CompletionRequest(GenerationFields):
     """POST /v1/completions. `prompt`: text, texts, token ids, or lists of token ids."""
@@ -93,6 +98,11 @@ class CompletionRequest(GenerationFields):
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in SamplingParams."""
+        return self.logprobs
 
 
 class TokenizeRequest(Strict):

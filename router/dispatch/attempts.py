@@ -16,6 +16,7 @@ from typing import Protocol
 
 from router.dispatch.link import GroupLink
 from router.dispatch.streams import RequestStream
+from router.tasks import end_tasks
 from workers.types import FinishReason, GenerateRequest, GroupId, RequestId, TokenChunk
 
 _log = logging.getLogger(__name__)
@@ -88,9 +89,7 @@ class Attempts:
 
     async def stop(self) -> None:
         """Gives up what is being handed over. May be called twice."""
-        for task in list(self._sends):
-            task.cancel()
-        await asyncio.gather(*self._sends, return_exceptions=True)
+        await end_tasks(*self._sends)
 
     # ---- from the links
 

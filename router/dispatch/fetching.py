@@ -25,6 +25,7 @@ from router.dispatch.interface import Decision, Fetch, FetchCounts, PrefillOutco
 from router.dispatch.link import GroupLink
 from router.dispatch.placement import BlockChains, Placement, known_tokens
 from router.routing.pairing import Pair
+from router.tasks import end_tasks
 from workers.types import GenerateRequest, GroupId, KVSource, RequestId, Role, SamplingParams, TokenChunk
 
 _log = logging.getLogger(__name__)
@@ -75,9 +76,7 @@ class Fetcher:
 
     async def stop(self) -> None:
         """Ends all watching. May be called twice."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
 
 class _Running:

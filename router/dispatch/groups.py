@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from router.dispatch.interface import GroupState
 from router.dispatch.link import GroupLink, LinkLimits, TokenSink, open_link
 from router.routing.prefix_index import PrefixIndex
+from router.tasks import end_tasks
 from workers.data_plane.channel import ClientIdentity, HandshakeFailed
 from workers.types import GroupAddress, GroupId, GroupInfo, GroupStats
 
@@ -79,8 +80,7 @@ class _Follower:
                 self.link.close(f"group {address.group_id} has been rebuilt: epoch {address.epoch}")
 
     async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         if self.link is not None:
             self.link.close("the router leaves the group")
 
@@ -108,8 +108,7 @@ class _Follower:
             try:
                 reason = await asyncio.shield(self.link.closed)
             finally:
-                proof.cancel()
-                await asyncio.gather(proof, return_exceptions=True)
+                await end_tasks(proof)
             _log.warning("group %s epoch %d lost: %s", self.address.group_id, self.link.address.epoch, reason)
             self.link = None
             self._table.note_left()
@@ -178,8 +177,7 @@ class GroupTable:
     async def stop(self) -> None:
         """Leaves all groups. May be called twice."""
         if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
+            await end_tasks(self._poller)
         await asyncio.gather(*(follower.stop() for follower in self._followers.values()))
         self._followers.clear()
 

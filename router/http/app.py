@@ -28,7 +28,7 @@ from router.http.gate import Gate, count_error
 from router.serving.service import Service
 from router.serving.work import Work
 from router.settings import PASSED_TIMEOUT_HEADER, TIMEOUT_HEADER, RouterSettings
-from router.telemetry.telemetry import Telemetry
+from router.telemetry.publisher import MetricsPublisher
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -40,7 +40,7 @@ def create_app(
     service: Service,
     settings: RouterSettings,
     *,
-    telemetry: Telemetry | None = None,
+    telemetry: MetricsPublisher | None = None,
 ) -> FastAPI:
     """The application over a service.
 
@@ -56,7 +56,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    routes = _Routes(service, settings, telemetry or Telemetry(service.metrics))
+    routes = _Routes(service, settings, telemetry or MetricsPublisher(service.metrics))
     app.add_middleware(
         Gate,
         settings=settings,
@@ -120,7 +120,7 @@ def _inlined(schema: Any, definitions: dict[str, Any], prefix: str) -> Any:
 class _Routes:
     """The endpoints."""
 
-    def __init__(self, service: Service, settings: RouterSettings, telemetry: Telemetry) -> None:
+    def __init__(self, service: Service, settings: RouterSettings, telemetry: MetricsPublisher) -> None:
         self._service = service
         self._settings = settings
         self._telemetry = telemetry

@@ -153,8 +153,8 @@ class PrefixIndex:
             blocks.clear()
             self._slots[blocks.slot] = None
 
-    def load_snapshot(self, group_id: GroupId, number: int, block_hashes: Iterable[BlockHash]) -> bool:
-        """The group's blocks after event `number`. False when there are more than the group can have."""
+    def load_snapshot(self, group_id: GroupId, number: int, block_hashes: Iterable[BlockHash]) -> None:
+        """The group's blocks after event `number`: of more than the group can have, none is believed."""
         blocks = self._groups[group_id]
         blocks.invalidate()
         blocks.store(block_hashes)
@@ -162,7 +162,6 @@ class PrefixIndex:
         blocks.is_usable = len(blocks.exact) <= blocks.max_blocks
         if not blocks.is_usable:
             blocks.invalidate()
-        return blocks.is_usable
 
     def apply(self, group_id: GroupId, events: Iterable[BlockEvent]) -> bool:
         """Applies events of a group in order; events that the snapshot includes are skipped.

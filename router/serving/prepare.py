@@ -39,6 +39,7 @@ class Arrival:
     arrived_at: float
     checked_at: float  # its fields were, and whether there is room; of the same clock
     created: int
+    limits: ModelLimits
 
 
 class _Tokenized(NamedTuple):
@@ -70,8 +71,9 @@ class Preparer:
         """Ends the threads."""
         self._workers.close()
 
-    async def chat(self, request: ChatRequest, arrival: Arrival, limits: ModelLimits) -> Work:
+    async def chat(self, request: ChatRequest, arrival: Arrival) -> Work:
         """One prompt, from the messages."""
+        limits = arrival.limits
         prompt, render_s = await self._chat_ids(
             request.messages,
             limits,
@@ -80,14 +82,12 @@ class Preparer:
             add_special_tokens=request.add_special_tokens,
         )
         budget = request.max_completion_tokens or request.max_tokens
-        num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         budgets = [_budget(len(prompt), budget, limits.max_model_len - len(prompt), limits, "messages")]
-        times = self._times(arrival, render_s)
-        return self._work(request, arrival, times, limits, Endpoint.CHAT, [prompt], budgets, num_logprobs)
+        return self._work(request, arrival, [prompt], budgets, render_s)
 
-    async def completion(self, request: CompletionRequest, arrival: Arrival, limits: ModelLimits) -> Work:
+    async def completion(self, request: CompletionRequest, arrival: Arrival) -> Work:
         """One prompt or several."""
-        prompts = []
+        limits, prompts = arrival.limits, []
         for prompt in self._split_prompts(request.prompt, limits):
             if isinstance(prompt, str):
                 prompts.append(await self._text_ids(prompt, limits, request.add_special_tokens))
@@ -97,10 +97,7 @@ class Preparer:
             _budget(len(prompt), request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
             for prompt in prompts
         ]
-        work = self._work(
-            *(request, arrival, self._times(arrival, 0.0), limits, Endpoint.COMPLETIONS),
-            *(prompts, budgets, request.logprobs),
-        )
+        work = self._work(request, arrival, prompts, budgets)
         if not request.echo:
             return work
         scored = request.logprobs
@@ -233,15 +230,13 @@ class Preparer:
 
     def _work(
         self,
-        request: GenerationFields,
+        request: ChatRequest | CompletionRequest,
         arrival: Arrival,
-        times: PrepareTimes,
-        limits: ModelLimits,
-        endpoint: Endpoint,
         prompts: Sequence[Sequence[int]],
         budgets: Sequence[int],
-        num_logprobs: int | None,
+        render_s: float = 0.0,
     ) -> Work:
+        limits, num_logprobs = arrival.limits, request.num_logprobs
         _check_ids_of_fields(request, limits.vocab_size)
         if request.min_tokens > min(budgets):
             raise invalid(
@@ -266,11 +261,11 @@ class Preparer:
         # The key's tenant first, so that a salt from outside only ever separates further.
         salt = arrival.caller.tenant + (f":{request.cache_salt}" if request.cache_salt else "")
         return Work(
-            endpoint=endpoint,
+            endpoint=Endpoint.CHAT if isinstance(request, ChatRequest) else Endpoint.COMPLETIONS,
             id=arrival.id,
             created=arrival.created,
             arrived_at=arrival.arrived_at,
-            prepare=times,
+            prepare=self._times(arrival, render_s),
             caller=arrival.caller,
             limits=limits,
             prompts=tuple(tuple(prompt) for prompt in prompts),

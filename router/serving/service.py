@@ -168,18 +168,16 @@ class Service:
         arrived_at = self._clock()
         self._check_model(body.get("model"))
         request = parse_chat(with_defaults(body, self._sampling_defaults), self._settings)
-        limits = await self._room(caller)
-        arrival = self._arrival(request_id, caller, arrived_at)
-        return await self._tokenizing(self._preparer.chat(request, arrival, limits))
+        arrival = await self._arrival(request_id, caller, arrived_at)
+        return await self._tokenizing(self._preparer.chat(request, arrival))
 
     async def prepare_completion(self, body: Mapping[str, Any], request_id: str, caller: Caller) -> Work:
         """Checked and tokenized. Waits for a group as `_room` says. Raises ApiError."""
         arrived_at = self._clock()
         self._check_model(body.get("model"))
         request = parse_completion(with_defaults(body, self._sampling_defaults), self._settings)
-        limits = await self._room(caller)
-        arrival = self._arrival(request_id, caller, arrived_at)
-        return await self._tokenizing(self._preparer.completion(request, arrival, limits))
+        arrival = await self._arrival(request_id, caller, arrived_at)
+        return await self._tokenizing(self._preparer.completion(request, arrival))
 
     async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Body of /tokenize. Raises ApiError."""
@@ -226,14 +224,16 @@ class Service:
                 ) from None
         return self.limits()
 
-    def _arrival(self, request_id: str, caller: Caller, arrived_at: float) -> Arrival:
-        """Of a request whose checks are done."""
+    async def _arrival(self, request_id: str, caller: Caller, arrived_at: float) -> Arrival:
+        """Of a request whose fields have been checked. Raises ApiError when there is no room for it."""
+        limits = await self._room(caller)
         return Arrival(
             id=request_id,
             caller=caller,
             arrived_at=arrived_at,
             checked_at=self._clock(),
             created=int(self._wall_clock()),
+            limits=limits,
         )
 
     async def _tokenizing(self, work: Awaitable[Result]) -> Result:

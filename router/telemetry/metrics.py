@@ -3,7 +3,7 @@
 What the client saw is counted here (requests by reason, tokens delivered, times); what the groups say of
 themselves is read from their stats. Counters add up: requests_total over its reasons is every request that
 was admitted, and the token counters equal the sum of the `usage` of all answers plus the tokens of the
-aborted ones. `telemetry` brings the cells of all replicas together, `exposition` writes them.
+aborted ones. `publisher` brings the cells of all replicas together, `exposition` writes them.
 """
 
 from __future__ import annotations

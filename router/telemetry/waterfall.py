@@ -1,6 +1,6 @@
 """Where the time to a request's first token went.
 
-    admit         its fields were checked, and whether there is room for it
+    admit         its fields were checked, and whether there is room for it; a wait for the first group
     render        its messages became a text
     tokenize      the text became token ids, with the wait for a thread
     route         a group was chosen

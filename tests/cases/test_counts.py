@@ -19,7 +19,7 @@ from router.dispatch.interface import GroupState
 from router.http.app import create_app
 from router.serving.service import Service
 from router.settings import RouterSettings
-from router.telemetry.telemetry import Telemetry
+from router.telemetry.publisher import MetricsPublisher
 from router.text.tokenizer import TextTokenizer
 from tests.cases.serving import COMPLETIONS, MODEL, LocalDispatcher, endless_letters, running_engine
 from tests.dispatcher_double import DispatcherDouble
@@ -57,7 +57,7 @@ class Replicas:
         self.engines = engines
         self.services: list[Service] = []
         self.clients: list[httpx.AsyncClient] = []
-        self.telemetries: list[Telemetry] = []
+        self.telemetries: list[MetricsPublisher] = []
         self._dispatcher = TwoEngines(engines)
         self._tokenizer = TextTokenizer.load(folder)
 
@@ -70,7 +70,7 @@ class Replicas:
                 settings = RouterSettings(model_name=MODEL, replica=name)
                 service = build_service(self._dispatcher, self._tokenizer, settings)
                 stack.callback(service.close)
-                telemetry = Telemetry(service.metrics, board, period_s=PERIOD_S)
+                telemetry = MetricsPublisher(service.metrics, board, period_s=PERIOD_S)
                 self.services.append(service)
                 self.telemetries.append(telemetry)
                 url = await stack.enter_async_context(

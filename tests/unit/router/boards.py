@@ -11,7 +11,7 @@ from workers.directory.snapshots import HeldSnapshot, Snapshot
 
 
 class LocalBoard:
-    """router.telemetry.telemetry.Board without Ray."""
+    """router.telemetry.publisher.Board without Ray."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()

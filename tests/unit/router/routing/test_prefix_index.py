@@ -62,7 +62,8 @@ def test_a_gap_makes_the_group_unusable_until_a_snapshot() -> None:
     assert not index.is_usable(A)
     assert index.match(blocks) == {A: 0, B: 0}
     assert not index.apply(A, [event(4, STORED, blocks)])
-    assert index.load_snapshot(A, 9, blocks[:3])
+    index.load_snapshot(A, 9, blocks[:3])
+    assert index.is_usable(A)
     assert index.apply(
         A, [event(9, REMOVED, blocks), event(10, REMOVED, [blocks[2]])]
     )  # 9 is in the snapshot
@@ -76,7 +77,8 @@ def test_nothing_is_known_of_a_group_before_its_snapshot() -> None:
     assert not index.is_usable(A)
     assert not index.apply(A, [event(1, STORED, chain(2))])
     assert index.match(chain(2)) == {A: 0}
-    assert index.load_snapshot(A, 1, chain(2))
+    index.load_snapshot(A, 1, chain(2))
+    assert index.is_usable(A)
     index.add_group(A, max_blocks=10)  # a new epoch
     assert index.match(chain(2)) == {A: 0}
     index.drop_group(A)
@@ -87,9 +89,11 @@ def test_nothing_is_known_of_a_group_before_its_snapshot() -> None:
 def test_more_blocks_than_a_group_can_have_are_not_believed() -> None:
     index = PrefixIndex()
     index.add_group(A, max_blocks=3)
-    assert not index.load_snapshot(A, 1, chain(4))
+    index.load_snapshot(A, 1, chain(4))
+    assert not index.is_usable(A)
     assert index.blocks(A) == frozenset()
-    assert index.load_snapshot(A, 1, chain(3))
+    index.load_snapshot(A, 1, chain(3))
+    assert index.is_usable(A)
     assert not index.apply(A, [event(2, STORED, chain(1, "x"))])
     assert not index.is_usable(A)
     assert index.blocks(A) == frozenset()

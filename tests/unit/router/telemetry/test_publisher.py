@@ -13,6 +13,7 @@ from router.dispatch.interface import GroupState
 from router.http.app import create_app
 from router.settings import RouterSettings
 from router.telemetry.metrics import RouterMetrics
+from router.telemetry.publisher import MetricsPublisher
 from router.telemetry.snapshot import (
     LIVE_S,
     GroupCounts,
@@ -23,7 +24,6 @@ from router.telemetry.snapshot import (
     merged_groups,
 )
 from router.telemetry.table import CLIENT_ERRORS, GENERATION_TOKENS, REQUESTS, TTFT
-from router.telemetry.telemetry import Telemetry
 from tests.unit.router.boards import LocalBoard
 from tests.unit.router.client import until
 from tests.unit.router.fakes import INFO, MODEL, FakeDispatcher, byte_tokenizer, stack
@@ -40,7 +40,7 @@ class Replica:
         settings = RouterSettings(model_name=MODEL, replica=name)
         self.service = build_service(self.dispatcher, byte_tokenizer(), settings)
         self.metrics: RouterMetrics = self.service.metrics
-        self.telemetry = Telemetry(self.metrics, board, period_s=period_s, timeout_s=0.1)
+        self.telemetry = MetricsPublisher(self.metrics, board, period_s=period_s, timeout_s=0.1)
         self.app = create_app(self.service, settings, telemetry=self.telemetry)
 
     async def text(self) -> str:

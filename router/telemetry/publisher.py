@@ -42,7 +42,7 @@ class Board(Protocol):
         ...
 
 
-class Telemetry:
+class MetricsPublisher:
     """Publishes the cells of one replica and answers scrapes. Lives on the replica's event loop."""
 
     def __init__(
