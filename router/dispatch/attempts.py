@@ -30,7 +30,7 @@ class SendFailed(Exception):
     """No group is known to have taken the request."""
 
 
-class FirstWords(Protocol):
+class AnswerListener(Protocol):
     """Who wants to hear when an answer begins, and that it has ended."""
 
     def on_first(self, link: GroupLink, chunk: TokenChunk) -> TokenChunk:
@@ -54,7 +54,7 @@ class Attempt:
     taken: asyncio.Future[None]
     begun: asyncio.Future[None]  # the group has computed something of it
     owner: GroupLink | None = None
-    listener: FirstWords | None = None
+    listener: AnswerListener | None = None
     has_begun: bool = False  # the listener has heard
 
 
@@ -154,7 +154,7 @@ class Attempts:
         raise SendFailed(f"no answer within {self._send_timeout_s:g} s")
 
     async def ask(
-        self, link: GroupLink, request: GenerateRequest, listener: FirstWords | None = None
+        self, link: GroupLink, request: GenerateRequest, listener: AnswerListener | None = None
     ) -> TokenChunk:
         """The first chunk of a request of one choice, from this group alone; what is left of the request is
         aborted. Raises as `offer` does, and SendFailed when another group took it."""

@@ -65,7 +65,7 @@ class Fetcher:
         if link is None:
             return None
         decision.fetch = Fetch(source=best.source, wanted_tokens=best.fetched_tokens)
-        running = _Running(self, attempt, request, decision, decision.fetch, chains)
+        running = _RunningFetch(self, attempt, request, decision, decision.fetch, chains)
         attempt.listener = running
         return running.begin(link)
 
@@ -79,8 +79,8 @@ class Fetcher:
         await end_tasks(*self._tasks)
 
 
-class _Running:
-    """The fetch of one attempt; implements `attempts.FirstWords`."""
+class _RunningFetch:
+    """The fetch of one attempt; implements `attempts.AnswerListener`."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class _Running:
 
 
 class _PromptEnd:
-    """Passes on the first chunk of a prefill group; implements `attempts.FirstWords`."""
+    """Passes on the first chunk of a prefill group; implements `attempts.AnswerListener`."""
 
     def __init__(self, on_chunk: Callable[[TokenChunk], None]) -> None:
         self._on_chunk = on_chunk

@@ -88,31 +88,37 @@ class _Follower:
         while True:
             self._moved.clear()
             try:
-                self.link = await self._table.open(self.address)
-            except HandshakeFailed as error:
-                self.has_tried = True
-                _log.info("group %s: %s", self.address.group_id, error)
-                await self._pause()
-                continue
-            self.has_tried = True
-            self.is_foreign = not self._table.is_ours(self.link.info)
-            if self.is_foreign:
-                _log.info("group %s serves another model", self.address.group_id)
-                self.link.close("the router serves another model")
-                self.link = None
-                await self._moved.wait()
-                continue
-            if self._moved.is_set():  # while it was being opened
-                self.link.close("the group has moved")
-            proof = asyncio.get_running_loop().create_task(self._prove(self.link))
-            try:
-                reason = await asyncio.shield(self.link.closed)
-            finally:
-                await end_tasks(proof)
-            _log.warning("group %s epoch %d lost: %s", self.address.group_id, self.link.address.epoch, reason)
-            self.link = None
-            self._table.note_left()
+                await self._follow()
+            except Exception:  # a fault of ours, or of the address: the group is not lost for it
+                _log.exception("group %s at %s is tried again", self.address.group_id, self.address)
             await self._pause()
+
+    async def _follow(self) -> None:
+        """One connection, until it ends or cannot be."""
+        try:
+            link = await self._table.open(self.address)
+        except HandshakeFailed as error:
+            _log.info("group %s: %s", self.address.group_id, error)
+            return
+        finally:
+            self.has_tried = True
+        self.is_foreign = not self._table.is_ours(link.info)
+        if self.is_foreign:
+            _log.info("group %s serves another model", self.address.group_id)
+            link.close("the router serves another model")
+            await self._moved.wait()
+            return
+        self.link = link
+        if self._moved.is_set():  # while it was being opened
+            link.close("the group has moved")
+        proof = asyncio.get_running_loop().create_task(self._prove(link))
+        try:
+            reason = await asyncio.shield(link.closed)
+        finally:
+            await end_tasks(proof)
+        _log.warning("group %s epoch %d lost: %s", self.address.group_id, link.address.epoch, reason)
+        self.link = None
+        self._table.note_left()
 
     async def _prove(self, link: GroupLink) -> None:
         """Asks for one token until one comes."""

@@ -49,6 +49,19 @@ def test_a_group_is_ready_after_a_real_token_only() -> None:
     with_cluster(test)
 
 
+def test_a_group_with_an_address_that_cannot_be_is_followed_when_it_has_another() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        groups.listed = [replace(a.address, port=70_000)]
+        router = await groups.add_router(ready=0)
+        await asyncio.sleep(0.1)
+        assert ready(router) == []
+        groups.listed = [a.address]
+        await until(lambda: ready(router) == [A])
+
+    with_cluster(test)
+
+
 def test_a_second_welcome_ends_the_connection() -> None:
     async def test(groups: Cluster) -> None:
         a = await groups.add_group("a")
