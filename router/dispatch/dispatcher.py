@@ -97,6 +97,7 @@ class SocketDispatcher:
         self._limits = limits or DispatchLimits()
         self._wake = wake
         self._is_one_coming = is_one_coming
+        self._is_stopped = False
         self._probation = Probation()
         self._clock = clock
         self._counts = RouteCounts()
@@ -141,6 +142,7 @@ class SocketDispatcher:
 
     async def stop(self) -> None:
         """Ends all requests with an error and leaves the groups. May be called twice."""
+        self._is_stopped = True
         self._attempts.fail_all("router_stopping", "the router is stopping")
         await self._fetcher.stop()
         await self._table.stop()
@@ -266,6 +268,8 @@ class SocketDispatcher:
     def _max_wait_s(self) -> float:
         """How long a request waits for a group, now that none answers."""
         limits, table = self._limits, self._table
+        if self._is_stopped:
+            return 0.0
         may_come = self._is_one_coming() or table.since_left_s < limits.successor_s
         if may_come and not table.is_superseded:
             return max(limits.group_wait_s, limits.start_wait_s)
@@ -288,6 +292,8 @@ class SocketDispatcher:
             try:
                 return await self._place(request, journey)
             except Unavailable:
+                if self._is_stopped:
+                    raise
                 await asyncio.sleep(_POLL_S)
 
     async def _place(self, request: GenerateRequest, journey: Journey) -> Attempt:

@@ -127,6 +127,27 @@ def test_pools_at_zero_are_woken_again_and_again() -> None:
     with_cluster(test)
 
 
+def test_stopping_the_router_ends_waiting_too() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        limits = replace(FAST, start_wait_s=60.0, move_wait_s=60.0)
+        router = await router_of(groups, limits, is_one_coming=lambda: True)
+        moving = asyncio.create_task(collect(router, request("r", [5], 10**6)))
+        await until(lambda: a.engine.num_steps > 20)
+        groups.listed = []
+        a.engine.step(failure="rank 0 was killed")
+        await until(lambda: not any(state.is_ready for state in router.groups()))
+        waiting = asyncio.create_task(collect(router, request("s")))
+        await asyncio.sleep(0.1)
+        await router.stop()
+        async with asyncio.timeout(2):
+            assert (await moving)[-1].error_code == "group_failed"
+            with pytest.raises(Unavailable):
+                await waiting
+
+    with_cluster(test)
+
+
 def test_a_stream_past_its_drain_goes_on_in_a_group_that_is_being_started() -> None:
     async def test(groups: Cluster) -> None:
         a = await groups.add_group("a")
