@@ -21,6 +21,9 @@ from workers.types import FinishReason, GenerateRequest, GroupId, RequestId, Tok
 
 _log = logging.getLogger(__name__)
 
+STOPPED = "group_stopped"  # error code of what a group left unfinished that ended as planned
+CRASHED = frozenset({"group_failed", "engine_dead"})  # and of one that did not
+
 # Hands a request to one of the groups, best first: (group ids, client id, request) -> who has it.
 # Any exception means that nobody is known to have it; Unavailable is passed on when no group is left to try.
 Send = Callable[[Sequence[GroupId], str, GenerateRequest], Awaitable[GroupId]]
@@ -210,7 +213,7 @@ class Attempts:
 def _fail(stream: RequestStream, link: GroupLink, reason: str) -> None:
     """The group that the stream comes from is gone."""
     if link.was_stopped:
-        stream.fail("group_stopped", f"worker group {link.info.group_id} was stopped: {reason}")
+        stream.fail(STOPPED, f"worker group {link.info.group_id} was stopped: {reason}")
     else:
         stream.fail("group_failed", f"worker group {link.info.group_id} failed: {reason}")
 

@@ -305,6 +305,8 @@ class SocketDispatcher:
             ready = self._ready()
             prefill = {key: link for key, link in ready.items() if link.info.role is Role.PREFILL}
             links = {key: link for key, link in ready.items() if key not in tried and key not in prefill}
+            if journey.is_suspect:
+                prefill = {}
             if not links:
                 break
             decision = self._placement.choose(request, chains, links, prefill, is_retry=bool(tried))

@@ -4,7 +4,8 @@ Life of such a request, here with a prefill group P and the group D that answers
 
     begin      D gets the request with the source; P gets the prompt with the same transfer id, at once
     computed   P has ended its request; D has read, or reads, the last blocks
-    redirect   P refuses, fails or dies: D is told the next source in the order of the ranking, or none
+    redirect   P refuses or fails: D is told the next source in the order of the ranking, or none. None, too,
+               when P has crashed: the prompt may have done it, and would do it to the next one
     first      D's answer begins: what was read and what was computed instead is counted, and P is not needed
                any more; its last word usually comes in the same moment, and if not, it is aborted
     over       nobody reads the answer any more: P's request is aborted
@@ -20,7 +21,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from router.dispatch.attempts import Attempt, Attempts, is_computed
+from router.dispatch.attempts import CRASHED, Attempt, Attempts, is_computed
 from router.dispatch.interface import Decision, Fetch, FetchCounts, PrefillOutcome, SourceKind
 from router.dispatch.link import GroupLink
 from router.dispatch.placement import BlockChains, Placement, known_tokens
@@ -145,7 +146,7 @@ class _RunningFetch:
             self._ended(link.info.group_id, outcome)
             if outcome is PrefillOutcome.COMPUTED or self._has_begun:
                 return
-            link = self._next_source(number)
+            link = None if outcome is PrefillOutcome.CRASHED else self._next_source(number)
             if link is None:
                 self._source = self._fetch.source = transfer_id = None
             else:
@@ -179,7 +180,7 @@ class _RunningFetch:
             return PrefillOutcome.REFUSED
         if not is_computed(chunk):
             _log.warning("prompt %s: %s failed: %s", prompt.request_id, group_id, chunk.error)
-            return PrefillOutcome.FAILED
+            return PrefillOutcome.CRASHED if chunk.error_code in CRASHED else PrefillOutcome.FAILED
         return PrefillOutcome.COMPUTED
 
     def _prompt_ended(self, chunk: TokenChunk) -> None:

@@ -69,6 +69,7 @@ class PrefillOutcome(StrEnum):
     COMPUTED = "computed"
     REFUSED = "refused"
     FAILED = "failed"
+    CRASHED = "crashed"
     OVERTAKEN = "overtaken"  # the answer had begun without it
     CANCELLED = "cancelled"
 

@@ -12,8 +12,8 @@ that does so does it again with its first step in the next group: there its prom
 computed, and the token at which the group before has failed. So one that had got nothing from the group is a
 suspect of its crash, and the others are not, whatever they had got elsewhere:
 
-    suspects are tried one at a time, before all else that waits in their new group; while one is tried, a
-    crash there is put down to it alone
+    suspects are tried one at a time, before all else that waits in their new group, and without a prefill
+    group; while one is tried, a crash there is put down to it alone
     one that has been the suspect of MAX_SUSPICIONS crashes is not placed again
 """
 
@@ -24,15 +24,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from router.dispatch.attempts import Attempt
+from router.dispatch.attempts import CRASHED, STOPPED, Attempt
 from workers.types import BegunChoice, FinishReason, GenerateRequest, TokenChunk, error_chunk
 
 MAX_SUSPICIONS = 2
 
 _TRIAL_PRIORITY = -1_000  # others wait for the end of the trial
-
-_STOPPED = "group_stopped"
-_CRASHED = frozenset({"group_failed", "engine_dead"})
 
 
 class Journey:
@@ -60,12 +57,12 @@ class Journey:
     @property
     def was_stopped(self) -> bool:
         """The last group was told to end."""
-        return self._lost is not None and self._lost.error_code == _STOPPED
+        return self._lost is not None and self._lost.error_code == STOPPED
 
     def take(self, chunk: TokenChunk) -> TokenChunk | None:
         """What the reader gets of a chunk. An error that the request may survive is kept back."""
         choice = chunk.choice
-        if chunk.finish_reason is FinishReason.ERROR and chunk.error_code in (_STOPPED, *_CRASHED):
+        if chunk.finish_reason is FinishReason.ERROR and chunk.error_code in (STOPPED, *CRASHED):
             self._lost = chunk
             self.is_lost = True
             if not chunk.token_ids:

@@ -118,7 +118,12 @@ def test_termination_lets_answers_finish_and_leaves_nothing(environment: dict[st
         late = refusal(port, {**body, "max_tokens": 1})
         if late is not None:
             assert late.status_code == 503, late.text
-            assert late.json()["error"]["code"] in ("no_application", "no_healthy_group", "draining")
+            assert late.json()["error"]["code"] in (
+                "no_application",
+                "no_ready_group",
+                "no_healthy_group",
+                "draining",
+            )
             assert int(late.headers["retry-after"]) >= 1
         for future in streams:
             lines = future.result(timeout=GRACE_S)

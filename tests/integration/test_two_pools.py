@@ -82,7 +82,7 @@ def test_a_prefill_group_that_is_killed_costs_time_and_no_answer(server: Serving
     assert answer["choices"][0]["token_ids"] == expected
     (shown,) = server.get(f"/explain/{answer['id']}").json()["prompts"]
     assert (shown["fetch"]["source"], shown["num_attempts"]) == (None, 1)
-    assert shown["fetch"]["prefills"] == [{"group": victim["group"], "outcome": "failed"}]
+    assert shown["fetch"]["prefills"] == [{"group": victim["group"], "outcome": "crashed"}]
     wait_for(lambda: server.get("/ready").status_code == 200, REBUILD_S, "the group was not rebuilt")
     wait_for(server.is_idle, 10.0, "blocks are held")
     answer = server.post("/v1/completions", body_of(server, prompt_of(10, 200))).json()

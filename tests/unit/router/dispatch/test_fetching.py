@@ -101,7 +101,7 @@ def test_no_more_prefill_groups_are_asked_than_attempts_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_prefill_group_that_dies_is_replaced(is_running: bool) -> None:
+def test_a_prefill_group_that_dies_may_have_died_of_the_prompt(is_running: bool) -> None:
     async def test(pools: Pools) -> None:
         router, (d, p1, p2) = await started(pools, "d", "p1", "p2")
         p1.is_paused = p2.is_paused = True
@@ -110,26 +110,25 @@ def test_a_prefill_group_that_dies_is_replaced(is_running: bool) -> None:
         if is_running:
             await until(lambda: "r" in d.jobs)
         await pools.kill("p2")
-        await until(lambda: "r+2" in p1.jobs)
-        p1.is_paused = False
         assert tokens(await task) == RIGHT
-        assert outcomes(router) == [("p2", "failed"), ("p1", "computed")]
-        assert d.redirects == [("r", "p1")]
-        assert d.num_computed["r"] == 4
-        assert quiet(d, p1)
+        assert outcomes(router) == [("p2", "crashed")]
+        assert d.redirects == [("r", None)]
+        assert d.num_computed["r"] == 400
+        assert p1.requests == []
+        assert quiet(d)
 
     with_pools(test)
 
 
-def test_both_prefill_groups_die() -> None:
+def test_one_prefill_group_refuses_and_the_other_dies() -> None:
     async def test(pools: Pools) -> None:
-        router, (d, p1, p2) = await started(pools, "d", "p1", "p2")
-        p1.is_paused = p2.is_paused = True
+        router, (d, p1, _) = await started(pools, "d", "p1", "p2")
+        p1.is_paused = True
+        pools.groups.refuse.add("p2")
         task = asyncio.create_task(collect(router, request("r", LONG)))
-        await until(lambda: "r+1" in p2.jobs)
-        await pools.kill("p2")
         await until(lambda: "r+2" in p1.jobs)
         await pools.kill("p1")
+        await pools.kill("p2")
         assert tokens(await task) == RIGHT
         assert d.redirects == [("r", "p1"), ("r", None)]
         assert d.num_computed["r"] == 400
@@ -139,7 +138,7 @@ def test_both_prefill_groups_die() -> None:
     with_pools(test)
 
 
-@pytest.mark.parametrize("code", ["queue_full", "kv_pool_too_small", "engine_dead"])
+@pytest.mark.parametrize("code", ["queue_full", "kv_pool_too_small"])
 def test_a_prefill_group_that_cannot_is_replaced(code: str) -> None:
     async def test(pools: Pools) -> None:
         router, (_, _, p2) = await started(pools, "d", "p1", "p2")
@@ -152,6 +151,25 @@ def test_a_prefill_group_that_cannot_is_replaced(code: str) -> None:
         assert tokens(await task) == RIGHT
         assert outcomes(router) == [("p2", "failed"), ("p1", "computed")]
         assert router.fetch_counts().prefills == {"failed": 1, "computed": 1}
+
+    with_pools(test)
+
+
+def test_a_prompt_that_kills_groups_takes_one_prefill_group_and_two_others_with_it() -> None:
+    async def test(pools: Pools) -> None:
+        router, (d1, d2, p1, p2) = await started(pools, "d1", "d2", "p1", "p2")
+        for engine in (d1, d2, p1, p2):
+            engine.is_paused = True
+        task = asyncio.create_task(collect(router, request("r", LONG)))
+        await until(lambda: "r+1" in p2.jobs and "r" in d2.jobs)
+        await pools.kill("p2")
+        await until(lambda: d2.redirects == [("r", None)])
+        await pools.kill("d2")
+        await until(lambda: "r~2" in d1.jobs)
+        assert d1.jobs[RequestId("r~2")].source is None
+        await pools.kill("d1")
+        assert [chunk.error_code for chunk in await task] == ["request_quarantined"]
+        assert p1.requests == []
 
     with_pools(test)
 
