@@ -26,6 +26,7 @@ pytestmark = pytest.mark.integration
 
 GRACE_S = 10.0  # for answers in flight, as the command says
 START_S, END_S = 120.0, 60.0
+LATE_CODES = ("no_application", "no_ready_group", "no_healthy_group", "draining")
 ENDED_CODES = ("engine_dead", "group_failed", "group_stopped", "group_draining", "not_connected")
 KILLED_S = 15.0  # until all is gone after SIGKILL
 
@@ -118,12 +119,7 @@ def test_termination_lets_answers_finish_and_leaves_nothing(environment: dict[st
         late = refusal(port, {**body, "max_tokens": 1})
         if late is not None:
             assert late.status_code == 503, late.text
-            assert late.json()["error"]["code"] in (
-                "no_application",
-                "no_ready_group",
-                "no_healthy_group",
-                "draining",
-            )
+            assert late.json()["error"]["code"] in LATE_CODES
             assert int(late.headers["retry-after"]) >= 1
         for future in streams:
             lines = future.result(timeout=GRACE_S)
