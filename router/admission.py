@@ -41,13 +41,17 @@ class Admission:
         self._clock = clock
         self._random = random
         self.num_inflight = 0
-        self.num_queued = 0
         self.queued_tokens = 0
         self.is_draining = False
         self.rejected: Counter[str] = Counter()  # by REJECTIONS
         self._queued: dict[AdmittedRequest, float] = {}  # when they came, in that order
         self._inflight_of_tenant: Counter[str] = Counter()
         self._mean_queue_s = 0.0
+
+    @property
+    def num_queued(self) -> int:
+        """Admitted requests without a token yet."""
+        return len(self._queued)
 
     def check(self, tenant: str, num_tokens: int = 0) -> None:
         """Raises ApiError 503 or 429 when a request would not be admitted now."""
@@ -82,7 +86,6 @@ class Admission:
         """A place for one request of `num_tokens` prompt tokens, to be used in `with`. Raises as `check`."""
         self.check(tenant, num_tokens)
         self.num_inflight += 1
-        self.num_queued += 1
         self.queued_tokens += num_tokens
         self._inflight_of_tenant[tenant] += 1
         now = self._clock()
@@ -119,7 +122,6 @@ class Admission:
         return wait_s * (0.75 + 0.5 * self._random())
 
     def _leave_queue(self, place: AdmittedRequest, num_tokens: int, waited_s: float | None) -> None:
-        self.num_queued -= 1
         del self._queued[place]
         self.queued_tokens -= num_tokens
         if waited_s is not None:
