@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from router.dispatch.dispatcher import SocketDispatcher
 from router.routing.policy import PlacementPolicy, PolicyConfig
 from tests.unit.data_plane.fakes import (
     BLOCK_SIZE,
@@ -30,6 +31,7 @@ from workers.types import (
 )
 
 LONG = tuple(range(1000, 1400))  # a hundred blocks, of which 99 can be read
+RIGHT = expected_tokens(LONG, 0, 3)
 ROUND_ROBIN = PolicyConfig(policy=PlacementPolicy.ROUND_ROBIN)
 _HEARD_AFTER_S = 0.01  # the router has heard before
 
@@ -200,3 +202,20 @@ def with_pools(test: Callable[[Pools], Coroutine[Any, Any, None]]) -> None:
         await test(Pools(groups, {}))
 
     with_cluster(body)
+
+
+async def started(pools: Pools, *names: str) -> tuple[SocketDispatcher, list[PooledEngine]]:
+    """A router that takes groups in turn: the first request goes to the second ones by name, if there are
+    two."""
+    engines = [await pools.add(name) for name in names]
+    return await pools.groups.add_router(policy=ROUND_ROBIN), engines
+
+
+def quiet(*engines: PooledEngine) -> bool:
+    return not any(engine.jobs for engine in engines)
+
+
+def outcomes(router: SocketDispatcher, name: str = "r") -> list[tuple[str, str]] | None:
+    decision = router.explain(RequestId(name))
+    fetch = decision.fetch if decision is not None else None
+    return [(str(group), how) for group, how in fetch.prefills] if fetch is not None else None

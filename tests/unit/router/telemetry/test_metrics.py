@@ -173,7 +173,7 @@ def test_what_came_of_reading_blocks() -> None:
     assert sources == {"none": 4, "prefill": 2, "neighbour": 0}
     assert [only(text, "kv_redirects_total", source=s) for s in SourceKind] == [1, 0, 0]
     assert {o: only(text, "prefill_dispatches_total", outcome=o) for o in PrefillOutcome} == {
-        "computed": 2, "refused": 0, "failed": 0, "overtaken": 0, "cancelled": 0,
+        "computed": 2, "refused": 0, "failed": 0, "crashed": 0, "overtaken": 0, "cancelled": 0,
     }  # fmt: skip
     assert only(text, "kv_pulled_tokens_total") == 96
     assert only(text, "kv_recomputed_tokens_total") == 16
