@@ -64,7 +64,7 @@ class DispatchLimits:
     late_send_s: float = 60.0  # how long a handing-over that was given up may still run
     group_wait_s: float = 0.0  # of a request, for the first group of pools that may be at zero
     start_wait_s: float = 20.0  # of a request, for one that is being started
-    successor_s: float = 5.0  # after a group has left, for another that is started in its place to be known
+    successor_s: float = 8.0  # after a group has left, for another that is started in its place to be known
     max_decisions: int = 1024  # kept for `explain`
     max_moves: int = 3  # of a request after crashes; after planned ends as often as it takes
     move_wait_s: float = 60.0  # after a crash, for a group to be there that goes on with it
@@ -235,7 +235,7 @@ class SocketDispatcher:
         if journey.num_suspicions >= MAX_SUSPICIONS or journey.num_crashes > self._limits.max_moves:
             self._counts.moves[MoveResult.GIVEN_UP] += 1
             raise Unavailable(f"{journey.num_crashes} groups have failed while they had this request")
-        is_short = journey.was_stopped and not self._is_one_coming()
+        is_short = journey.was_stopped and not self._is_expected()
         wait_s = self._limits.stopped_wait_s if is_short else self._limits.move_wait_s
         async with self._probation.turn(journey):
             try:
@@ -270,10 +270,14 @@ class SocketDispatcher:
         limits, table = self._limits, self._table
         if self._is_stopped:
             return 0.0
-        may_come = self._is_one_coming() or table.since_left_s < limits.successor_s
+        may_come = self._is_expected() or table.since_left_s < limits.successor_s
         if may_come and not table.is_superseded:
             return max(limits.group_wait_s, limits.start_wait_s)
         return limits.group_wait_s
+
+    def _is_expected(self) -> bool:
+        """Whether a group that will answer is being started, or has been and is not known to answer yet."""
+        return self._is_one_coming() or self._table.is_one_to_prove
 
     async def _place_first(self, request: GenerateRequest, journey: Journey) -> Attempt:
         """The first placement, which may wait for a group when none is there. Raises Unavailable."""

@@ -23,7 +23,7 @@ from router.dispatch.link import GroupLink, LinkLimits, TokenSink, open_link
 from router.routing.prefix_index import PrefixIndex
 from router.tasks import end_tasks
 from workers.data_plane.channel import ClientIdentity, HandshakeFailed
-from workers.types import GroupAddress, GroupId, GroupInfo, GroupStats
+from workers.types import GroupAddress, GroupId, GroupInfo, GroupStats, Role
 
 _SETTLE_POLL_S = 0.05
 _log = logging.getLogger(__name__)
@@ -217,6 +217,17 @@ class GroupTable:
     def since_left_s(self) -> float:
         """Seconds since a group last stopped taking requests, or since the start."""
         return asyncio.get_running_loop().time() - self._left_s
+
+    @property
+    def is_one_to_prove(self) -> bool:
+        """A group that is to answer is listed, and has not given a token over its present link yet."""
+        return any(
+            follower.is_eligible
+            and not follower.is_foreign
+            and not (follower.link is not None and follower.link.is_ready)
+            and follower.address.role is not Role.PREFILL
+            for follower in self._followers.values()
+        )
 
     @property
     def is_superseded(self) -> bool:

@@ -72,6 +72,20 @@ def test_a_request_waits_for_a_group_that_is_being_started() -> None:
     with_cluster(test)
 
 
+def test_one_that_has_been_started_and_gives_no_token_yet_is_waited_for() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a", steps=False)
+        router = await router_of(groups, replace(FAST, start_wait_s=5.0))
+        await until(lambda: len(a.engine.submitted) == 1)  # the canary
+        answer = asyncio.create_task(collect(router, request("r")))
+        await asyncio.sleep(0.2)
+        assert not answer.done()
+        a.engine.start()
+        assert tokens(await answer) == ANSWER
+
+    with_cluster(test)
+
+
 def test_it_waits_no_longer_than_its_limit() -> None:
     async def test(groups: Cluster) -> None:
         router = await router_of(groups, replace(FAST, start_wait_s=0.3), is_one_coming=lambda: True)
