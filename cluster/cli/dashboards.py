@@ -23,8 +23,11 @@ from cluster.observe.push import Pushed
 from cluster.observe.push import push as push_pages
 from dashboards.pages import PAGES, PAGES_FOLDER, files
 from dashboards.provisioning import DEFAULT_PROMETHEUS
+from workers.regular_file import read_regular
 
 app = typer.Typer(help="Pages for Grafana: build, check, push, preview.", no_args_is_help=True)
+
+_MAX_TOKEN_BYTES = 1 << 16
 
 PrometheusOption = Annotated[str, typer.Option("--prometheus", metavar="URL", help="A running Prometheus.")]
 MinutesOption = Annotated[
@@ -158,7 +161,7 @@ def _last(minutes: float) -> Range:
 
 
 def _token(file: Path) -> str:
-    token = file.read_text(encoding="utf-8").strip()
+    token = read_regular(file, max_bytes=_MAX_TOKEN_BYTES).decode("utf-8", errors="replace").strip()
     if not token or not token.isascii() or any(character.isspace() for character in token):
         raise CommandFailed(f"{file} holds no token: one line of ASCII, as Grafana shows it once")
     return token

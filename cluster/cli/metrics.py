@@ -38,7 +38,9 @@ def up(
         ),
     ] = None,
     keys_file: KeysOption = None,
-    port: Annotated[int, typer.Option("--port", help="Where Prometheus listens, on loopback.")] = 9090,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Where Prometheus listens, on loopback.")
+    ] = 9090,
     as_json: JsonOption = False,
 ) -> None:
     """Start Debian's Prometheus on this machine, scraping a running cluster. Ctrl-C ends it with its data."""

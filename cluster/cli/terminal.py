@@ -95,6 +95,9 @@ class Terminal:
                 raise
             place = f"{error.filename}: " if error.filename else ""
             raise self.fail(f"{place}{error.strerror or error}", code=EXIT_FAILURE) from error
+        except UnicodeEncodeError as error:  # of bytes on the command line that are no text
+            said = str(error.object)[max(0, error.start - 20) : error.end + 20]
+            raise self.fail(f"{said!r} is no text in UTF-8", code=EXIT_FAILURE) from error
         except KeyboardInterrupt:
             raise self.fail("interrupted", code=EXIT_INTERRUPTED) from None
 

@@ -56,10 +56,10 @@ def test_push_says_what_became_of_each_thing(tmp_path: Path) -> None:
     assert said.splitlines()[:2] == ["created   folder Tandem", "created   page Tandem / Fleet"]
 
 
-@pytest.mark.parametrize("text", ["", "two words\n", "schlüssel"])
-def test_a_file_without_a_token_is_refused(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"two words\n", "schlüssel".encode(), b"\xff\xfe\x00"])
+def test_a_file_without_a_token_is_refused(content: bytes, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text(text, encoding="utf-8")
+    token.write_bytes(content)
     code, said = tandem(
         tmp_path, "dashboards", "push", "--grafana", "http://127.0.0.1:1", "--token-file", str(token)
     )

@@ -214,6 +214,13 @@ def test_a_disk_that_refuses_is_one_sentence(world: World) -> None:
     assert done.stderr.splitlines()[-1] == f"error: {world.folder / 'locks'}: File exists"
 
 
+def test_words_that_are_no_text_are_named(world: World) -> None:
+    for arguments in (("explain", "a\udcffb"), ("chat", "--system", "a\udcffb")):
+        done = world.run(*arguments, "--url", world.server.url, input="hi")
+        assert done.exit_code == 1
+        assert "a\\udcffb" in done.stderr and done.stderr.endswith(" is no text in UTF-8\n")
+
+
 @pytest.mark.timeout(20)
 def test_validate_reads_a_pipe_once(world: World) -> None:
     """`tandem validate <(...)`."""
