@@ -18,6 +18,8 @@ from cluster.config.parse import apply_overrides
 from cluster.launch.handover import deploy, wait_ready
 from cluster.launch.local_cluster import LocalCluster
 from cluster.running.directory_probe import read_directories
+from tests.models import checkpoints
+from tests.models.toy_tokenizers import byte_tokenizer
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 APPLICATION = "tandem"
@@ -83,6 +85,13 @@ class Serving:
         """Process ids of a group's ranks, in order."""
         listing = read_directories(self.cluster.gcs_address, [APPLICATION])[APPLICATION]
         return next(entry.rank_pids for entry in listing.entries if entry.group_id == group_id)
+
+
+def tiny_llama(folder: Path, max_model_len: int) -> Path:
+    """Fills a folder with a small random Llama whose tokens are bytes."""
+    byte_tokenizer().save_pretrained(folder)
+    family = checkpoints.family("llama")
+    return checkpoints.build(folder, family, max_position_embeddings=max_model_len)
 
 
 def config_of(file: str, port: int, settings: list[str], **replicas: int) -> dict[str, Any]:

@@ -22,9 +22,7 @@ from cluster.observe.preview import preview
 from cluster.observe.prometheus_api import PrometheusApi
 from dashboards import ray_series
 from dashboards.pages import PAGES
-from tests.integration.serving import Serving, serving, wait_for
-from tests.models import checkpoints
-from tests.models.toy_tokenizers import byte_tokenizer
+from tests.integration.serving import Serving, serving, tiny_llama, wait_for
 
 PROMETHEUS = find_program("prometheus")
 pytestmark = [
@@ -44,9 +42,7 @@ NEEDS_GPU: Final = (ray_series.GPU_USE, ray_series.GPU_MEMORY, ray_series.GPU_PO
 def server(
     cluster: LocalCluster, http_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("llama")
-    byte_tokenizer().save_pretrained(folder)
-    checkpoints.build(folder, checkpoints.family("llama"), max_position_embeddings=2048)
+    folder = tiny_llama(tmp_path_factory.mktemp("llama"), 2048)
     settings = [f"model.path={folder}", "model.dtype=float32"]
     settings += ["router.placement.interference_weight=1000", "router.placement.transfer_ms=0"]
     settings += ["router.http.goodput_ttft_s=10"]

@@ -21,9 +21,7 @@ import pytest
 
 from cluster.launch.local_cluster import LocalCluster
 from tests.cases import serving as one_process
-from tests.integration.serving import Serving, serving, wait_for
-from tests.models import checkpoints
-from tests.models.toy_tokenizers import byte_tokenizer
+from tests.integration.serving import Serving, serving, tiny_llama, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -46,10 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    byte_tokenizer().save_pretrained(folder)
-    family = checkpoints.family("llama")
-    return checkpoints.build(folder, family, max_position_embeddings=MAX_MODEL_LEN)
+    return tiny_llama(tmp_path_factory.mktemp("llama"), MAX_MODEL_LEN)
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_no_answer_mixes_models_and_a_failed_update_leaves_the_old_one(
         with asking(server.url) as during:
             with pytest.raises(LaunchError, match="deployment failed"):
                 update(server, http_port, settings_of("broken", folders))
-            time.sleep(5.0)
+            time.sleep(2.0)
         with capsys.disabled():
             print(f"during the failed one: {dict(during.seen)}")
         assert set(during.seen) == set(after.seen)

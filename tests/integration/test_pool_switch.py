@@ -17,9 +17,8 @@ import httpx
 import pytest
 
 from cluster.launch.local_cluster import LocalCluster
-from tests.integration.serving import Serving, config_of, serving, wait_for
+from tests.integration.serving import Serving, config_of, serving, tiny_llama, wait_for
 from tests.models import checkpoints
-from tests.models.toy_tokenizers import byte_tokenizer
 
 pytestmark = pytest.mark.integration
 
@@ -30,10 +29,7 @@ PROMPT = checkpoints.prompt_ids(200)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("switch") / "llama"
-    checkpoints.build(folder, checkpoints.family("llama"), max_position_embeddings=1024)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return tiny_llama(tmp_path_factory.mktemp("llama"), 1024)
 
 
 def settings_of(folder: Path, *pools: str) -> list[str]:

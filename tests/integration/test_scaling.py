@@ -13,10 +13,8 @@ import pytest
 
 from cluster.launch.handover import deploy, wait_ready
 from cluster.launch.local_cluster import LocalCluster
-from tests.integration.serving import APPLICATION, Serving, config_of, serving, wait_for
+from tests.integration.serving import APPLICATION, Serving, config_of, serving, tiny_llama, wait_for
 from tests.integration.streams import answer_of, body_of, streaming
-from tests.models import checkpoints
-from tests.models.toy_tokenizers import byte_tokenizer
 
 pytestmark = pytest.mark.integration
 
@@ -28,9 +26,7 @@ SCALED_S = 60.0
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny model, small caches, and a grace period that is shorter than the streams."""
-    folder = tmp_path_factory.mktemp("llama")
-    byte_tokenizer().save_pretrained(folder)
-    checkpoints.build(folder, checkpoints.family("llama"), max_position_embeddings=4096)
+    folder = tiny_llama(tmp_path_factory.mktemp("llama"), 4096)
     # In turn, so that each group gets its share of prompts that others have cached.
     settings = [f"model.path={folder}", "model.dtype=float32", "router.policy=round_robin"]
     settings += ["pools.unified.cache.num_blocks=1500", "pools.unified.parallel.threads_per_rank=1"]

@@ -1,4 +1,8 @@
-"""`tandem serve` as a process: what SIGTERM with answers in flight does to clients, processes and port."""
+"""`tandem serve` as a process: what SIGTERM with answers in flight does to clients, processes and port.
+
+The command is started twice, by the same user and on the same port: what the first one left would be in the
+way of the second.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +35,31 @@ ENDED_CODES = ("engine_dead", "group_failed", "group_stopped", "group_draining",
 KILLED_S = 15.0  # until all is gone after SIGKILL
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A home of its own, for Ray's token and the note of what runs; the model and the kernels are shared."""
-    cache = tmp_path / ".cache" / "tandem"
+    home = tmp_path_factory.mktemp("home")
+    cache = home / ".cache" / "tandem"
     cache.mkdir(parents=True)
     for name in ("models", "kernels"):
         shared = Path.home() / ".cache" / "tandem" / name
         shared.mkdir(parents=True, exist_ok=True)
         (cache / name).symlink_to(shared)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", MARK))}
-    return environment | {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    return environment | {"HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @contextmanager
-def tandem_serve(environment: dict[str, str], port: int, *options: str) -> Iterator[subprocess.Popen[str]]:
+def tandem_serve(environment: dict[str, str], port: int) -> Iterator[subprocess.Popen[str]]:
     """The command, once it is ready."""
     command = [sys.executable, "-c", "from cluster.cli import main; main()", "serve", "--json"]
     process = subprocess.Popen(
-        [*command, "--port", str(port), *options], env=environment, stdout=subprocess.PIPE, text=True
+        [*command, "--port", str(port)], env=environment, stdout=subprocess.PIPE, text=True
     )
     try:
         wait_for(lambda: process.poll() is not None or is_ready(port), START_S, "it is not ready")
@@ -103,16 +113,17 @@ def cluster_mark(child_of: int) -> str:
     raise AssertionError(f"process {child_of} has not started a cluster")
 
 
-def test_termination_lets_answers_finish_and_leaves_nothing(environment: dict[str, str]) -> None:
-    port = free_port()
+def test_termination_lets_answers_finish_and_leaves_nothing(environment: dict[str, str], port: int) -> None:
+    """An answer that outlives the grace ends with an error."""
     body = {"prompt": "Tell a long story.", "max_tokens": 150, "ignore_eos": True}
-    with tandem_serve(environment, port) as process, concurrent.futures.ThreadPoolExecutor(3) as pool:
+    with tandem_serve(environment, port) as process, concurrent.futures.ThreadPoolExecutor(4) as pool:
         mark = cluster_mark(process.pid)
         assert processes(mark, "raylet")
         model = httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False).json()["data"][0]["id"]
         body["model"] = model
         streams = [pool.submit(stream, port, body) for _ in range(3)]
-        wait_for(lambda: running(port) == 3, 10.0, "the three do not run")
+        longer = pool.submit(stream, port, {**body, "max_tokens": 8000})
+        wait_for(lambda: running(port) == 4, 10.0, "the four do not run")
         process.send_signal(signal.SIGTERM)
         terminated = time.monotonic()
         assert not any(future.done() for future in streams)
@@ -126,34 +137,19 @@ def test_termination_lets_answers_finish_and_leaves_nothing(environment: dict[st
             assert lines[-1] == "[DONE]"
             assert json.loads(lines[-2])["choices"][0]["finish_reason"] == "length"
         assert time.monotonic() - terminated < GRACE_S
-        assert process.wait(END_S) == 0
-    assert processes(mark, "") == []
-    check_port("127.0.0.1", port)
-    with tandem_serve(environment, port) as process:
-        assert is_ready(port)
-        process.terminate()
-        assert process.wait(END_S) == 0
-
-
-def test_a_stream_that_outlives_the_grace_ends_with_an_error(environment: dict[str, str]) -> None:
-    port = free_port()
-    with (
-        tandem_serve(environment, port, "--set", "pools.unified.drain_timeout_s=1") as process,
-        concurrent.futures.ThreadPoolExecutor(1) as pool,
-    ):
-        future = pool.submit(stream, port, {"prompt": "Hi", "max_tokens": 8000, "ignore_eos": True})
-        wait_for(lambda: running(port) == 1, 10.0, "it does not run")
-        process.send_signal(signal.SIGTERM)
-        *tokens, last = future.result(timeout=END_S)
+        *tokens, last = longer.result(timeout=END_S)
         assert "[DONE]" not in tokens
         assert json.loads(tokens[-1])["choices"]
         assert json.loads(last)["error"]["code"] in ENDED_CODES
         assert process.wait(END_S) == 0
+    assert processes(mark, "") == []
+    check_port("127.0.0.1", port)
 
 
-def test_killing_the_command_leaves_nothing(environment: dict[str, str], cluster: LocalCluster) -> None:
+def test_killing_the_command_leaves_nothing(
+    environment: dict[str, str], port: int, cluster: LocalCluster
+) -> None:
     """Nor does it touch another cluster of the same user."""
-    port = free_port()
     with tandem_serve(environment, port) as process:
         mark = cluster_mark(process.pid)
         assert processes(mark, "raylet")

@@ -6,22 +6,19 @@ import concurrent.futures
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from cluster.launch.local_cluster import LocalCluster
-from tests.integration.serving import Serving, serving, wait_for
-from tests.models import checkpoints
-from tests.models.toy_tokenizers import byte_tokenizer
+from tests.integration.serving import Serving, serving, tiny_llama, wait_for
 from workers.hashing import BlockHash, block_hashes
 
 pytestmark = pytest.mark.integration
 
 BLOCK = 16
 NUM_CONVERSATIONS, NUM_TURNS, SYSTEM_TOKENS = 40, 4, 1000
+LEAST_SHARE = 0.985  # of what one unlimited cache would find; groups asked in turn find 0.974 to 0.978
 QUESTION_TOKENS, ANSWER_TOKENS = 24, 16
 AT_ONCE = 8
 
@@ -44,37 +41,25 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    byte_tokenizer().save_pretrained(folder)
-    return checkpoints.build(folder, checkpoints.family("llama"), max_position_embeddings=4096)
-
-
-@contextmanager
-def two_groups(cluster: LocalCluster, port: int, folder: Path, policy: str) -> Iterator[Serving]:
-    settings = [f"model.path={folder}", "model.dtype=float32", f"router.policy={policy}"]
+def server(
+    cluster: LocalCluster, http_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    folder = tiny_llama(tmp_path_factory.mktemp("llama"), 4096)
+    settings = [f"model.path={folder}", "model.dtype=float32"]
     settings += ["pools.unified.cache.num_blocks=4000", "pools.unified.parallel.threads_per_rank=1"]
-    with serving(cluster, port, "local-two-groups.yaml", settings) as server:
+    with serving(cluster, http_port, "local-two-groups.yaml", settings) as server:
         wait_for(lambda: sum(g["ready"] for g in server.groups()) == 2, 30.0, "two groups are not ready")
         yield server
 
 
 def test_prefix_placement_finds_the_cache_and_balances(
-    cluster: LocalCluster, http_port: int, folder: Path, capsys: pytest.CaptureFixture[str]
+    server: Serving, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with two_groups(cluster, http_port, folder, "prefix") as server:
-        prefix = converse(server)
-    with two_groups(cluster, http_port, folder, "round_robin") as server:
-        in_turn = converse(server)
+    found = converse(server)
     with capsys.disabled():
-        print("\npolicy        cached of one unlimited group   computed again   requests of the groups")
-        for name, outcome in (("prefix", prefix), ("round_robin", in_turn)):
-            counts = sorted(outcome.requests.values())
-            again = outcome.ideal_tokens - outcome.cached_tokens
-            print(f"{name:12}  {outcome.share:22.1%}   {again:17d}   {counts} ({outcome.imbalance:.2f}x)")
-    assert prefix.share >= 0.9
-    assert prefix.imbalance <= 1.5
-    assert prefix.share > in_turn.share
+        print(f"\ncached of one unlimited group: {found.share:.1%}; groups: {dict(found.requests)}")
+    assert found.share >= LEAST_SHARE
+    assert found.imbalance <= 1.5
 
 
 def converse(server: Serving) -> Outcome:

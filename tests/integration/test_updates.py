@@ -13,10 +13,8 @@ import pytest
 from cluster.launch.errors import LaunchError
 from cluster.launch.handover import deploy, wait_ready
 from cluster.launch.local_cluster import LocalCluster
-from tests.integration.serving import APPLICATION, Serving, config_of, serving
+from tests.integration.serving import APPLICATION, Serving, config_of, serving, tiny_llama
 from tests.integration.streams import answer_of, body_of
-from tests.models import checkpoints
-from tests.models.toy_tokenizers import byte_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.scale]
 
@@ -27,9 +25,7 @@ READY_S = 240.0
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("llama")
-    byte_tokenizer().save_pretrained(folder)
-    checkpoints.build(folder, checkpoints.family("llama"), max_position_embeddings=4096)
+    folder = tiny_llama(tmp_path_factory.mktemp("llama"), 4096)
     settings = [f"model.path={folder}", "model.dtype=float32", "pools.unified.parallel.threads_per_rank=1"]
     return [*settings, "pools.unified.cache.num_blocks=1500", "pools.unified.drain_timeout_s=2"]
 

@@ -6,12 +6,10 @@ import http.client
 import json
 import re
 import socket
-from collections.abc import Iterator
 
 import pytest
 
-from cluster.launch.local_cluster import LocalCluster
-from tests.integration.serving import Serving, serving
+from tests.integration.serving import Serving
 
 pytestmark = pytest.mark.integration
 
@@ -23,12 +21,6 @@ WEBSOCKET = (
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
 OWN_ID = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-
-
-@pytest.fixture(scope="module")
-def server(cluster: LocalCluster, http_port: int) -> Iterator[Serving]:
-    with serving(cluster, http_port, "local.yaml", ["model.dtype=float32"]) as server:
-        yield server
 
 
 def ask(server: Serving, *parts: bytes) -> tuple[int, list[tuple[str, str]], bytes]:

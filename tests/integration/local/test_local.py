@@ -1,4 +1,4 @@
-"""deploy/local.yaml with two routers and the embedded model: the whole path through HTTP."""
+"""The whole path through HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import concurrent.futures
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.launch.handover import deploy, wait_ready
-from cluster.launch.local_cluster import LocalCluster
 from tests.integration.serving import (
     APPLICATION,
     Serving,
@@ -24,19 +22,12 @@ from tests.integration.serving import (
     has_torch,
     processes,
     resident_mb,
-    serving,
     wait_for,
 )
 
 pytestmark = pytest.mark.integration
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-
-
-@pytest.fixture(scope="module")
-def server(cluster: LocalCluster, http_port: int) -> Iterator[Serving]:
-    with serving(cluster, http_port, "local.yaml", ["model.dtype=float32"], router=2) as server:
-        yield server
 
 
 def test_a_chat_answer_is_the_same_streamed_and_whole(server: Serving) -> None:

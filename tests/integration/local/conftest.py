@@ -1,0 +1,16 @@
+"""deploy/local.yaml with two routers and the embedded model, deployed once for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.launch.local_cluster import LocalCluster
+from tests.integration.serving import Serving, serving
+
+
+@pytest.fixture(scope="package")
+def server(cluster: LocalCluster, http_port: int) -> Iterator[Serving]:
+    with serving(cluster, http_port, "local.yaml", ["model.dtype=float32"], router=2) as server:
+        yield server
