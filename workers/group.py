@@ -30,6 +30,7 @@ from workers.metrics.group import GroupSight
 from workers.metrics.ray_export import keep_exporting
 from workers.ranks.rank_set import RankSet
 from workers.secret import application_secret
+from workers.tasks import start_task
 from workers.types import GenerateRequest, GroupId, GroupInfo, Role
 
 _log = logging.getLogger("ray.serve")
@@ -97,7 +98,7 @@ class WorkerGroup:
             if not isinstance(error, Exception):  # cancelled
                 raise
             raise GroupFailure(self._start_error(error)) from None  # what Serve shows is this sentence
-        self._watch = asyncio.create_task(self._watch_ranks())
+        self._watch = start_task(self._watch_ranks(), f"the watch over the ranks of {entry.group_id}")
         self._export = asyncio.create_task(keep_exporting(self._families))
 
     async def submit(

@@ -48,6 +48,7 @@ from workers.data_plane.wire import (
 from workers.engine.loop import StepOutput
 from workers.engine.request import MAX_CHOICES
 from workers.report import GroupReport
+from workers.tasks import start_task
 from workers.types import (
     BlockEvent,
     GroupInfo,
@@ -115,7 +116,7 @@ class StreamServer:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._server = await self._loop.create_server(self._new_channel, host, 0, backlog=256)
-        self._heartbeat = self._loop.create_task(self._beat())
+        self._heartbeat = start_task(self._beat(), f"the heartbeat of {self._info.group_id}")
         self._wake()  # outputs from before the start
         return host, int(self._server.sockets[0].getsockname()[1])
 

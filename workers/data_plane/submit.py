@@ -11,6 +11,7 @@ from collections.abc import Callable
 from workers.data_plane.channel import Channel, ClientIdentity, HandshakeFailed, SilenceCheck, connect
 from workers.data_plane.wire import Accepted, Goodbye, Message, Ping, Pong, Refused, Stats, Submit, WireError
 from workers.report import GroupReport
+from workers.tasks import start_task
 from workers.types import GenerateRequest, GroupInfo, GroupStats, RequestId
 
 DEAD_AFTER_S = 10.0  # rank 0 sends a heartbeat every second; silent for longer, it is gone
@@ -68,7 +69,7 @@ class SubmitClient:
             on_closed=self._closed,
             timeout_s=timeout_s,
         )
-        self._watch = asyncio.create_task(self._watch_silence(self._channel))
+        self._watch = start_task(self._watch_silence(self._channel), "the check for silence of rank 0")
         return info
 
     @property

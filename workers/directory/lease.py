@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from workers.directory.actor import open_directory
 from workers.directory.groups import RENEW_S, GroupEntry
+from workers.tasks import start_task
 
 _CALL_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class DirectoryLease:
 
     def start(self) -> None:
         """Register, and renew from now on."""
-        self._task = asyncio.create_task(self._keep())
+        self._task = start_task(self._keep(), f"the lease of {self._entry.group_id}")
 
     def change(self, entry: GroupEntry) -> None:
         """Replace the entry; the directory hears of it at once, or when it is back."""

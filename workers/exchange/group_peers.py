@@ -17,6 +17,7 @@ from workers.engine.exchange import ExchangeCommand, Pulled, SourceLost
 from workers.exchange.rank_pulls import RankPulls
 from workers.exchange.source_link import SourceLink
 from workers.hashing import BlockHash
+from workers.tasks import start_task
 from workers.transfer.layout import KVLayout
 from workers.transfer.puller import SourceGroup
 from workers.types import BlockRead, GroupId, KVSource
@@ -53,7 +54,7 @@ class GroupPeers:
         self._loop = asyncio.get_running_loop()
         self._pulls = pulls
         self._tell = tell
-        self._watching = self._loop.create_task(self._watch())
+        self._watching = start_task(self._watch(), "the renewal of leases in other groups")
 
     async def stop(self) -> None:
         """Closes all connections and makes no more. May be called twice."""
