@@ -113,7 +113,7 @@ def serving(
     url = f"http://127.0.0.1:{port}"
     deploy(cluster.api, config_of(file, port, settings, **replicas))
     try:
-        wait_ready(cluster.api, application=APPLICATION, url=url, timeout_s=120.0)
+        wait_ready(cluster.api, application=APPLICATION, url=url, timeout_s=180.0)
         yield Serving(cluster, url)
     finally:
         remove(cluster)

@@ -292,7 +292,7 @@ def test_an_update_fails_no_request(server: Serving, http_port: int) -> None:
                     {g["group"] for g in server.groups() if g["ready"]}.isdisjoint(before)
                     and any(g["ready"] for g in server.groups())
                 ),
-                90.0,
+                150.0,
                 "the group was not replaced",
             )
             wait_ready(server.cluster.api, application=APPLICATION, url=server.url, timeout_s=60.0)
