@@ -114,7 +114,7 @@ class Serving:
     engine: Engine
     tokenizer: TextTokenizer
     info: GroupInfo
-    stack: Stack
+    stack: Stack[LocalDispatcher]
 
     def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
         """One request as it is."""

@@ -21,10 +21,10 @@ from router.serving.service import Service
 from router.settings import RouterSettings
 from router.telemetry.publisher import MetricsPublisher
 from router.text.tokenizer import TextTokenizer
-from tests.cases.serving import COMPLETIONS, MODEL, LocalDispatcher, endless_letters, running_engine
+from tests.cases.serving import MODEL, LocalDispatcher, endless_letters, running_engine
 from tests.dispatcher_double import DispatcherDouble
 from tests.unit.router.boards import LocalBoard
-from tests.unit.router.client import until
+from tests.unit.router.client import COMPLETIONS, until
 from tests.unit.router.scrapes import samples
 from workers.types import GenerateRequest, TokenChunk
 

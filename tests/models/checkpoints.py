@@ -173,7 +173,7 @@ def perturb(model: PreTrainedModel, seed: int) -> None:
 def build(folder: Path, entry: Family, *, seed: int | None = None, **overrides: object) -> Path:
     """Saves a perturbed checkpoint of a family and returns its folder. Without `seed`: the screened one."""
     config = entry.config(**{**entry.overrides, **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     perturb(model, SEEDS.get(entry.name, 0) if seed is None else seed)
     return save(folder, model)
 

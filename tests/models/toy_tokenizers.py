@@ -57,7 +57,7 @@ def metaspace_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizer
 
 def _wrap(tokenizer: Tokenizer, chat_template: str | None) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(symbol, special=True, normalized=False) for symbol in SPECIALS])
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers'
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
     )
     wrapped.chat_template = chat_template

@@ -41,7 +41,8 @@ def call(
             content = raw if raw is not None else None if body is None else json.dumps(body).encode()
             verb = method or ("GET" if content is None else "POST")
             own: Mapping[str, str | bytes] = JSON if content is not None else {}
-            return await client.request(verb, path, content=content, headers={**own, **(headers or {})})
+            sent: Any = {**own, **(headers or {})}  # httpx takes bytes as values too
+            return await client.request(verb, path, content=content, headers=sent)
 
     return asyncio.run(asyncio.wait_for(send(), 30))
 
@@ -91,7 +92,7 @@ def streamed_text(found: list[Any], index: int = 0) -> str:
 
 
 @contextmanager
-def server(stack: Stack) -> Iterator[str]:
+def server(stack: Stack[Any]) -> Iterator[str]:
     """The application behind uvicorn on a free loopback port; gives its base URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

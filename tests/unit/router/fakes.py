@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Generic, TypeVar
 
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -182,18 +183,21 @@ class FakeDispatcher(DispatcherDouble):
         return self.routes
 
 
+D = TypeVar("D", bound=DispatcherDouble)
+
+
 @dataclass
-class Stack:
-    """A whole router over a fake dispatcher."""
+class Stack(Generic[D]):
+    """A whole router over a double of the dispatcher."""
 
     app: FastAPI
     service: Service
-    dispatcher: FakeDispatcher
+    dispatcher: D
 
 
 def stack(
     dispatcher: FakeDispatcher | None = None, *, tokenizer: TextTokenizer | None = None, **overrides: object
-) -> Stack:
+) -> Stack[FakeDispatcher]:
     """`overrides`: fields of RouterSettings."""
     dispatcher = dispatcher or FakeDispatcher()
     settings = replace(RouterSettings(model_name=MODEL), **overrides)  # type: ignore[arg-type]
