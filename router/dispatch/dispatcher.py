@@ -64,7 +64,7 @@ class DispatchLimits:
     late_send_s: float = 60.0  # how long a handing-over that was given up may still run
     group_wait_s: float = 0.0  # of a request, for the first group of pools that may be at zero
     start_wait_s: float = 20.0  # of a request, for one that is being started
-    successor_s: float = 8.0  # after a group has left, for another that is started in its place to be known
+    successor_s: float = 6.0  # after a group has left, for another that is started in its place to be known
     max_decisions: int = 1024  # kept for `explain`
     max_moves: int = 3  # of a request after crashes; after planned ends as often as it takes
     move_wait_s: float = 60.0  # after a crash, for a group to be there that goes on with it

@@ -118,7 +118,8 @@ class _Follower:
             await end_tasks(proof)
         _log.warning("group %s epoch %d lost: %s", self.address.group_id, link.address.epoch, reason)
         self.link = None
-        self._table.note_left()
+        if self.is_eligible:
+            self._table.note_left()
 
     async def _prove(self, link: GroupLink) -> None:
         """Asks for one token until one comes."""

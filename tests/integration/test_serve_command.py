@@ -91,7 +91,7 @@ def refusal(port: int, body: dict[str, Any]) -> httpx.Response | None:
 
     def ask() -> list[httpx.Response | None]:
         try:
-            answer = httpx.post(url, json=body, timeout=10.0, trust_env=False)
+            answer = httpx.post(url, json=body, timeout=20.0, trust_env=False)  # it may wait for a group
         except httpx.ConnectError:
             return [None]
         return [answer] if answer.status_code != 200 else []

@@ -117,6 +117,22 @@ def test_a_group_that_leaves_may_have_a_successor_for_a_moment() -> None:
     with_cluster(test)
 
 
+def test_a_group_leaves_once_though_it_finishes_what_it_has() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        router = await router_of(groups, FAST)
+        await until(lambda: any(state.is_ready for state in router.groups()))
+        groups.listed = [replace(a.address, is_draining=True)]
+        await until(lambda: not any(state.is_ready for state in router.groups()))
+        await asyncio.sleep(0.3)
+        await a.server.stop("the group was stopped", is_planned=True)
+        await until(lambda: not router._table.links())
+        await asyncio.sleep(0.02)
+        assert router._table.since_left_s > 0.3
+
+    with_cluster(test)
+
+
 def test_groups_of_another_model_have_no_successor_of_ours() -> None:
     async def test(groups: Cluster) -> None:
         await groups.add_group("a", described=replace(info("a"), model_hash="another"))
