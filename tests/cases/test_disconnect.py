@@ -33,14 +33,14 @@ def leave(url: str, after_s: float, **fields: Any) -> None:
 def test_plain_requests_are_cancelled(endless: Serving) -> None:
     with server(endless.stack) as url:
         before = endless.dispatcher.stats
-        leavers = [threading.Thread(target=leave, args=(url, 0.5)) for _ in range(10)]
+        leavers = [threading.Thread(target=leave, args=(url, 1.5)) for _ in range(10)]
         for thread in leavers:
             thread.start()
         wait_until(lambda: endless.dispatcher.stats.num_waiting >= 8)  # the tenth runs, the others wait
         for thread in leavers:
             thread.join(10)
         endless.idle(5)
-        leave(url, 0.3, n=4)
+        leave(url, 1.0, n=4)
         stats = endless.idle(5)
         generated = stats.generated_tokens_total
         assert generated > before.generated_tokens_total
