@@ -54,6 +54,23 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None  # the same for prompt tokens
 
 
+class EarlyStopping(Enum):
+    """When a beam search ends that has as many finished hypotheses as its width."""
+
+    YES = "yes"  # at once
+    NO = "no"  # when the best of the others, at its length now, is no better than the worst of them
+    NEVER = "never"  # when it could not become better at any length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """How a beam search goes (`workers.decoding.beam_search`); `num_choices` of a request are its best."""
+
+    width: int  # hypotheses; at least num_choices
+    length_penalty: float = 1.0  # a score is the sum of log-probabilities over length ** this
+    early_stopping: EarlyStopping = EarlyStopping.NO
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSource:
     """A group whose cached blocks are worth reading, and where its rank 0 listens."""
@@ -98,6 +115,7 @@ class GenerateRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     num_choices: int = 1
+    beam: BeamParams | None = None  # search for the choices together; None: sample each
     cache_salt: str = ""  # tenant separation of the prefix cache
     priority: int = 0  # lower goes first
     kv_source: KVSource | None = None  # read what this group lacks of the prompt's blocks from there
@@ -145,6 +163,7 @@ class TokenChunk:
     times: StageTimes | None = None  # in the first chunk of a choice
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the id that stopped it, when STOP
+    score: float | None = None  # of a beam search: sum of log-probabilities over length ** length_penalty
     error: str | None = None  # sentence for the client, when ERROR
     error_code: str | None = None  # stable code, when ERROR: "engine_dead", "context_length_exceeded", ...
 

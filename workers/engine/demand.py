@@ -33,7 +33,15 @@ class OutputLengthEstimate:
         self._mean += (length - self._mean) / self._weight
 
     def expected_blocks(self, sequence: Sequence) -> int:
-        """Blocks of the sequence at its expected end, at most those of its last allowed token."""
+        """Blocks of the sequence at its expected end, at most those of its last allowed token. Hypotheses of
+        a beam search are expected to share the prompt's and no others."""
+        blocks = self._blocks_of_one(sequence)
+        if sequence.num_rows == 1:
+            return blocks
+        own = blocks - sequence.prompt_len // self._block_size
+        return blocks + (sequence.num_rows - 1) * own
+
+    def _blocks_of_one(self, sequence: Sequence) -> int:
         sampling = sequence.parent.request.sampling
         # The token sampled last is never computed, hence - 1; with max_tokens 0 none is sampled.
         most = max(sequence.max_num_tokens - 1, sequence.prompt_len)

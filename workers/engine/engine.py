@@ -14,18 +14,20 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, groupby, zip_longest
+from operator import itemgetter
 
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.exchange import ExchangeCommand, ExchangeSetup, KVExchange, Redirect
-from workers.engine.execution import Outcome, failure_of, run_plan
+from workers.engine.execution import Failure, Outcome, Outcomes, failure_of, run_plan
 from workers.engine.leases import LeaseId
 from workers.engine.meter import MeteredModel, StepMeter
 from workers.engine.prefixes import PrefixesInProgress
-from workers.engine.request import EngineLimits, RequestState, is_transfer_id, validate
-from workers.engine.scheduler import Scheduler
+from workers.engine.request import EngineLimits, RequestState, check_fits, is_transfer_id, validate
+from workers.engine.scheduler import ScheduledStep, Scheduler
+from workers.engine.search import last_chunks, make_search, search_of
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.step import Executor, Sampled, SequenceSlice, SliceResult
 from workers.engine.totals import EngineTotals, group_report, group_stats
@@ -110,7 +112,11 @@ class Engine:
         block_size = self._block_size if self._prefix_reuse else None
         parent = RequestState(request, limits=self._limits, arrival=self._num_arrived, block_size=block_size)
         parent.arrived_s = self._clock()
-        sequences = [Sequence(parent, choice, begun) for choice, begun in request.choices().items()]
+        if request.beam is not None:
+            sequences = [Sequence(parent, 0)]
+            make_search(sequences[0], request.beam)
+        else:
+            sequences = [Sequence(parent, choice, begun) for choice, begun in request.choices().items()]
         if block_size is not None:
             for sequence in sequences:
                 sequence.hash_begun(block_size)
@@ -163,25 +169,27 @@ class Engine:
         if scheduled is None:
             self._is_stalled = True
             return []
-        for sequence in scheduled.sequences[scheduled.num_decoding :]:
+        for sequence in chain(scheduled.sequences[scheduled.num_decoding :], scheduled.searches):
             if sequence.parent.admitted_s is None:
                 sequence.parent.admitted_s = started
         outcomes = run_plan(self._executor, scheduled.plan)
         chunks: list[TokenChunk] = []
         for sequence, piece, outcome in zip(
-            scheduled.sequences, scheduled.plan.slices, outcomes, strict=True
+            scheduled.sequences, scheduled.plan.slices, outcomes, strict=False
         ):
             if sequence.state is not _FINISHED:  # ended in this loop, with a choice beside it
                 self._take(sequence, piece, outcome, chunks)
+        if scheduled.searches:
+            self._take_searches(scheduled, outcomes, chunks)
         if all(isinstance(outcome, Exception) for outcome in outcomes):
             # Its sequence is gone, and nobody knows whether it came to the zeroing.
             self._pool.zero(scheduled.plan.zero_blocks)
         if self._exchange.leases.num_growing:  # before anything sealed here can be evicted
             self._exchange.leases.look()
         ended = self._clock()
-        self._meter.observe(scheduled.plan, scheduled.num_decoding, ended_s=ended, seconds=ended - started)
+        self._meter.observe(scheduled.plan, scheduled.num_decode_rows, ended_s=ended, seconds=ended - started)
         self._totals.add_step(ended - started)
-        if self._drafting is not None and scheduled.num_decoding == len(scheduled.sequences):
+        if self._drafting is not None and scheduled.num_decode_rows == len(scheduled.plan.slices):
             rows = sum(len(piece.token_ids) for piece in scheduled.plan.slices)
             self._drafting.note_step(rows, ended - started)
         return chunks
@@ -207,7 +215,8 @@ class Engine:
     def unfinished_choices(self, request_id: RequestId) -> tuple[int, ...]:
         """Choices that have not had their last chunk; () for an unknown request."""
         sequences = self._requests.get(request_id, ())
-        return tuple(sequence.choice for sequence in sequences if sequence.state is not _FINISHED)
+        open_ones = (sequence for sequence in sequences if sequence.state is not _FINISHED)
+        return tuple(chain.from_iterable(map(_choices, open_ones)))
 
     def unfinished(self) -> list[tuple[RequestId, int]]:
         """All choices that have not had their last chunk."""
@@ -253,7 +262,7 @@ class Engine:
             assert left == sequences[0].parent.num_unfinished, f"{request_id}: {left} choices left"
             assert left > 0, f"{request_id} has ended and is still known"
             unfinished += left
-        scheduled = self._scheduler.num_running + self._scheduler.num_waiting
+        scheduled = self._scheduler.num_sequences
         assert scheduled == unfinished, f"{scheduled} sequences scheduled, {unfinished} unfinished"
         if not self._requests and not self._exchange.tables():
             assert self._pool.num_active == 0, f"idle with {self._pool.num_active} blocks held"
@@ -267,41 +276,77 @@ class Engine:
                 param="request_id",
             )
         validate(request, self._limits)
-        self._check_fits_pool(request)
+        check_fits(
+            request,
+            num_blocks=self._pool.num_blocks,
+            block_size=self._block_size,
+            max_rows=self._scheduler.max_running,
+        )
         if self._scheduler.num_queued_requests >= self._max_waiting:
             raise RequestRefused(
                 f"{self._max_waiting} requests are waiting, the most allowed (max_waiting). Try again later.",
                 code="queue_full",
             )
 
-    def _check_fits_pool(self, request: GenerateRequest) -> None:
-        prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
-        tokens = prompt + max(0, new - 1)  # the token sampled last is never computed
-        blocks = -(-tokens // self._block_size)
-        if blocks > self._pool.num_blocks:
-            raise RequestRefused(
-                f"A prompt of {prompt} tokens with max_tokens {new} needs {blocks} KV blocks; the whole pool "
-                f"has {self._pool.num_blocks} ({self._pool.num_blocks * self._block_size} tokens). Lower "
-                "max_tokens, shorten the prompt, or give the group more KV memory.",
-                code="kv_pool_too_small",
-                param="max_tokens",
-            )
+    def _take_searches(self, scheduled: ScheduledStep, outcomes: Outcomes, chunks: list[TokenChunk]) -> None:
+        """Brings the beam searches forward: their slices are the last ones, those of one side by side."""
+        first = len(scheduled.sequences)
+        found = zip(scheduled.searches, scheduled.plan.slices[first:], outcomes[first:], strict=True)
+        for sequence, rows in groupby(found, key=itemgetter(0)):
+            self._take_search(sequence, [(piece, outcome) for _, piece, outcome in rows], chunks)
+
+    def _take_search(
+        self, sequence: Sequence, rows: list[tuple[SequenceSlice, Outcome]], chunks: list[TokenChunk]
+    ) -> None:
+        """Brings a beam search forward by what the step found for its hypotheses, or for a chunk."""
+        results = []
+        for piece, outcome in rows:
+            failure = failure_of(piece, outcome, self._limits.vocab_size)
+            if failure is not None:
+                self._fail_by(sequence, failure, chunks)
+                return
+            assert isinstance(outcome, SliceResult)
+            results.append(outcome)
+        search = search_of(sequence)
+        if sequence.state is _PREFILLING:
+            piece = rows[0][0]
+            self._scheduler.advance(sequence, len(piece.token_ids))
+            if piece.prompt_targets is not None:
+                assert sequence.prompt_scores is not None
+                sequence.prompt_scores.extend(results[0].prompt_logprobs)
+            if sequence.num_computed < sequence.num_tokens:
+                return
+            if piece.sample is None:
+                self._scheduler.resume_search(sequence)
+                return
+            search.times = sequence.parent.times(self._clock())
+        parents = search.beam.advance([result.candidates for result in results])
+        if not search.beam.is_over:
+            self._scheduler.go_on_searching(sequence, parents)
+            return
+        found = last_chunks(sequence, search)
+        reason = found[0].finish_reason
+        assert reason is not None
+        self._totals.num_generated += sum(len(chunk.token_ids) for chunk in found)
+        self._scheduler.estimate.observe(len(found[0].token_ids), was_cut=reason is FinishReason.LENGTH)
+        self._end(sequence, reason)
+        chunks += found
+
+    def _fail_by(self, sequence: Sequence, failure: Failure, chunks: list[TokenChunk]) -> None:
+        """Ends the request of a sequence that came to nothing."""
+        request_id = sequence.parent.request.request_id
+        _log.error(
+            "request %s choice %d: %s", request_id, sequence.choice, failure.detail, exc_info=failure.cause
+        )
+        self._fail(request_id, failure.code, failure.message, chunks, spoiled=sequence)
 
     def _take(
         self, sequence: Sequence, piece: SequenceSlice, outcome: Outcome, chunks: list[TokenChunk]
     ) -> None:
         """Brings a sequence forward by what the step found for its slice."""
-        request_id = sequence.parent.request.request_id
         failure = failure_of(piece, outcome, self._limits.vocab_size)
         if failure is not None:
-            _log.error(
-                "request %s choice %d: %s",
-                request_id,
-                sequence.choice,
-                failure.detail,
-                exc_info=failure.cause,
-            )
-            self._fail(request_id, failure.code, failure.message, chunks, spoiled=sequence)
+            self._fail_by(sequence, failure, chunks)
             return
         assert isinstance(outcome, SliceResult)
         self._scheduler.advance(sequence, len(piece.token_ids) - piece.num_drafts)
@@ -365,7 +410,7 @@ class Engine:
             if sequence.state is _FINISHED:
                 continue
             self._end(sequence, FinishReason.ERROR, is_spoiled=sequence is spoiled)
-            chunks.append(error_chunk(request_id, sequence.choice, code, message))
+            chunks += [error_chunk(request_id, choice, code, message) for choice in _choices(sequence)]
 
     def _end(self, sequence: Sequence, reason: FinishReason, *, is_spoiled: bool = False) -> None:
         if is_spoiled:
@@ -378,6 +423,13 @@ class Engine:
             self._totals.num_ended[reason] += 1
             if request.transfer_id is not None:
                 self._exchange.leases.request_ended(request.transfer_id)
+
+
+def _choices(sequence: Sequence) -> tuple[int, ...]:
+    """That it answers for: a beam search for all of its request."""
+    if sequence.search is None:
+        return (sequence.choice,)
+    return tuple(range(sequence.parent.request.num_choices))
 
 
 def _logprobs(sampled: list[Sampled]) -> tuple[TokenLogprob, ...] | None:

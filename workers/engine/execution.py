@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import NamedTuple
 
+from workers.decoding.beam_search import Candidate
 from workers.engine.step import Executor, GroupFailed, SequenceSlice, SliceResult, StepPlan
 
 Outcome = SliceResult | Exception  # what a slice gave, or why it gave nothing
+Outcomes = Sequence[Outcome]
 
 
-def run_plan(executor: Executor, plan: StepPlan) -> Sequence[Outcome]:
+def run_plan(executor: Executor, plan: StepPlan) -> Outcomes:
     """One outcome per slice. Raises GroupFailed when the group cannot compute any more.
 
     After an exception each slice runs in a step of its own: a plan is complete in itself and writes the same
@@ -25,12 +28,12 @@ def run_plan(executor: Executor, plan: StepPlan) -> Sequence[Outcome]:
         if len(plan.slices) == 1:
             return [error]
     outcomes: list[Outcome] = []
-    zero_blocks = plan.zero_blocks
-    for piece in plan.slices:
-        alone = StepPlan(number=plan.number, slices=(piece,), zero_blocks=zero_blocks)
-        outcomes.append(_run_alone(executor, alone))
-        if not isinstance(outcomes[-1], Exception):
-            zero_blocks = ()  # a run that raised may have zeroed nothing; one that did not has zeroed all
+    has_prepared = False
+    for index in range(len(plan.slices)):
+        outcomes.append(_run_alone(executor, plan.alone(index, prepares_blocks=not has_prepared)))
+        # A run that raised may have zeroed and copied nothing; one that did not has done it all. What a
+        # slice wrote before into a block that is copied again, it or the owner of the copy writes anew.
+        has_prepared |= not isinstance(outcomes[-1], Exception)
     failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if len(failed) == len(outcomes):
         first = failed[0]
@@ -66,10 +69,21 @@ def _problem_with(piece: SequenceSlice, result: SliceResult, vocab_size: int) ->
         return f"{len(result.prompt_logprobs)} prompt scores for {len(piece.prompt_targets or ())} targets"
     expected = 0 if piece.sample is None else 1 + piece.num_drafts
     if len(result.sampled) != expected:
+        if piece.sample is not None and piece.sample.num_candidates:
+            return _problem_with_candidates(result.candidates, vocab_size)
         return f"{len(result.sampled)} tokens were sampled, {expected} expected"
     for sampled in result.sampled:
         if not 0 <= sampled.token_id < vocab_size:
             return f"token {sampled.token_id} is not in the vocabulary of {vocab_size}"
+    return None
+
+
+def _problem_with_candidates(candidates: Sequence[Candidate], vocab_size: int) -> str | None:
+    if not candidates:
+        return "a search has nothing to go on with"
+    for candidate in candidates:
+        if not (0 <= candidate.token_id < vocab_size and isfinite(candidate.score)):
+            return f"{candidate.token_id} with score {candidate.score} is no candidate"
     return None
 
 

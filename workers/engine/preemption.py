@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Tokens
+from itertools import chain
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.sequence import Sequence
@@ -34,6 +36,10 @@ def lost_tokens(sequence: Sequence, pool: BlockPool, block_size: int) -> int:
     evicted next, from the end of the chain. Shared blocks are at the beginning of a table, so the walk from
     the end stops at the first of them.
     """
+    if sequence.search is not None:
+        # All of them go together, so what they share among themselves counts, once.
+        held = Counter(chain(sequence.block_table, *sequence.search.tables))
+        return block_size * sum(pool.num_owners(block) == count for block, count in held.items())
     num_own = 0
     for block in reversed(sequence.block_table):
         if pool.num_owners(block) > 1:

@@ -11,13 +11,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
 from workers.hashing import BlockHash, block_hashes
-from workers.types import GenerateRequest, KVSource, RequestRefused, SamplingParams, StageTimes
+from workers.types import (
+    BeamParams,
+    EarlyStopping,
+    GenerateRequest,
+    KVSource,
+    RequestRefused,
+    SamplingParams,
+    StageTimes,
+)
 
 if TYPE_CHECKING:
     from workers.engine.fetch import Fetch
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 64
+_MAX_LENGTH_PENALTY = 10.0  # and the least, with the sign changed: 10,000 tokens ** 10 is far from infinity
 _MAX_NAME_LENGTH = 255  # of a host or a group
 _TRANSFER_ID_LENGTH = 32
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -75,7 +85,7 @@ class RequestState:
         self.num_fetched_blocks = 0
         choices = request.choices()
         self.first_choice = min(choices)  # the others share its prompt; 0 may have ended elsewhere
-        self.num_unfinished = len(choices)
+        self.num_unfinished = 1 if request.beam is not None else len(choices)  # sequences
 
     def times(self, now_s: float) -> StageTimes:
         """Where the time went until its first token, which has just come."""
@@ -108,6 +118,8 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
     if request.kv_source is not None:
         check_source(request.kv_source)
     _check_sampling(request.sampling, limits)
+    if request.beam is not None:
+        _check_beam(request, request.beam, limits)
     prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
     if prompt + new > limits.max_model_len:
         raise RequestRefused(
@@ -115,6 +127,56 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
             f"asks for {new}, together {prompt + new}. Shorten the prompt or lower max_tokens.",
             code="context_length_exceeded",
             param="max_tokens" if prompt < limits.max_model_len else "prompt",
+        )
+
+
+def check_fits(request: GenerateRequest, *, num_blocks: int, block_size: int, max_rows: int) -> None:
+    """Raises RequestRefused for a request that could not run even with the group to itself: num_blocks in
+    its KV pool, max_rows of newest tokens in a step."""
+    prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens
+    tokens = prompt + max(0, new - 1)  # the token sampled last is never computed
+    blocks = -(-tokens // block_size)
+    with_beams = ""
+    if request.beam is not None:
+        width = request.beam.width
+        if width > max_rows:
+            raise RequestRefused(
+                f"A beam search of width {width} computes {width} tokens a step; this group computes at most "
+                f"{max_rows} (the lower of max_step_tokens and max_running). Lower the width.",
+                code="beam_width_too_large",
+                param="best_of",
+            )
+        # All share the full blocks of the prompt; of the others each may come to have its own.
+        blocks += (width - 1) * (blocks - prompt // block_size)
+        with_beams = f" and a beam search of width {width}"
+    if blocks > num_blocks:
+        raise RequestRefused(
+            f"A prompt of {prompt} tokens with max_tokens {new}{with_beams} needs {blocks} KV blocks; the "
+            f"whole pool has {num_blocks} ({num_blocks * block_size} tokens). Lower max_tokens, shorten the "
+            "prompt, or give the group more KV memory.",
+            code="kv_pool_too_small",
+            param="max_tokens",
+        )
+
+
+def _check_beam(request: GenerateRequest, beam: BeamParams, limits: EngineLimits) -> None:
+    _check_int("best_of", beam.width, request.num_choices, MAX_BEAM_WIDTH)
+    _check_number("length_penalty", beam.length_penalty, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
+    if not isinstance(beam.early_stopping, EarlyStopping):
+        raise _refused("early_stopping", beam.early_stopping, "one of EarlyStopping")
+    if request.sampling.temperature != 0.0:
+        raise _refused("temperature", request.sampling.temperature, "0 in a beam search")
+    _check_int("max_tokens", request.sampling.max_tokens, 1, _INT64 - 1)
+    num_going_on = limits.vocab_size - len(_end_ids(request.sampling, limits))
+    if beam.width > num_going_on:
+        raise RequestRefused(
+            f"A beam search of width {beam.width} needs as many tokens to begin with: the vocabulary has "
+            f"{num_going_on} that do not end the text.",
+            param="best_of",
+        )
+    if any(begun.token_ids for begun in request.begun) or len(request.begun) not in (0, request.num_choices):
+        raise RequestRefused(
+            "A beam search starts anew on another group: begun has parts of one.", param="begun"
         )
 
 

@@ -18,6 +18,7 @@ preempted; for what cannot, one that runs alone goes back to the waiting, and a 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -29,20 +30,24 @@ from workers.engine.exchange import KVExchange
 from workers.engine.fetch import FetchState
 from workers.engine.preemption import choose_victim
 from workers.engine.prefixes import PrefixesInProgress
+from workers.engine.search import search_of
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.step import StepPlan
+from workers.engine.step import SequenceSlice, StepPlan
 
 _by_key = attrgetter("key")
 _WAITING, _PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
 _DECODING, _FINISHED = SequenceState.DECODING, SequenceState.FINISHED
+_SEARCHING = SequenceState.SEARCHING
 
 
 class ScheduledStep(NamedTuple):
-    """A plan and, in the same order, the sequences of its slices."""
+    """A plan and, in the same order, the sequences of its slices: first `sequences`, then `searches`."""
 
     plan: StepPlan
-    sequences: list[Sequence]
-    num_decoding: int  # the first ones; the others are in prefill
+    sequences: list[Sequence]  # those that sample
+    num_decoding: int  # the first of them; the others are in prefill
+    searches: list[Sequence]  # beam searches: one with its prompt, or once for each hypothesis
+    num_decode_rows: int  # slices of a newest token, in all
 
 
 class Scheduler:
@@ -80,6 +85,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # sorted by key
         self._prefilling: list[Sequence] = []  # sorted by key
         self._decoding: list[Sequence] = []  # in the order of their first token
+        self._searching: list[Sequence] = []  # in the order of their first tokens
+        self._extra_rows = 0  # of running sequences, beyond one each
         self._in_progress = in_progress
         self._exchange = exchange
         self._drafting = drafting
@@ -101,7 +108,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
+        """Rows of a step that those who run may take: a beam search counts for its width."""
+        return len(self._prefilling) + len(self._decoding) + len(self._searching) + self._extra_rows
+
+    @property
+    def max_running(self) -> int:
+        """The most that `num_running` can be."""
+        return self._max_running
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._waiting) + len(self._prefilling) + len(self._decoding) + len(self._searching)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queues all choices of a request, whose total need has been found to fit the pool."""
@@ -116,25 +133,46 @@ class Scheduler:
         preemptions = self.preemptions_total
         self._reserve_decode_blocks()
         budget = self._max_step_tokens - len(self._decoding)
+        if self._searching:
+            budget -= self._reserve_search_blocks()
         chunks = self._reserve_chunks(budget)
         if preemptions == self.preemptions_total:  # else memory is short: nobody new
             self._start_fetches()
             self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
         if self._drafting is not None and not chunks:
-            self._drafting.start(self._decoding, self._max_step_tokens)
+            self._drafting.start(self._decoding, budget + len(self._decoding))
         slices = [sequence.decode_slice() for sequence in self._decoding]
         sequences = self._decoding.copy()
+        searches: list[Sequence] = []
+        search_slices: list[SequenceSlice] = []
         for sequence, end in chunks:
             if sequence.state is _PREFILLING:  # not preempted after its turn
-                slices.append(sequence.chunk_slice(end))
-                sequences.append(sequence)
+                is_sampling = sequence.search is None
+                (slices if is_sampling else search_slices).append(sequence.chunk_slice(end))
+                (sequences if is_sampling else searches).append(sequence)
+        copies: list[tuple[int, int]] = []
+        num_decode_rows = len(self._decoding)
+        for sequence in self._searching:
+            search = search_of(sequence)
+            rows = search.slices(sequence)
+            search_slices += rows
+            searches += [sequence] * len(rows)
+            copies += search.copies
+            num_decode_rows += len(rows)
+        slices += search_slices
         if not slices:
             is_done = not self._waiting and not self.num_running
             assert is_done or self._exchange.is_holding, "sequences left and none of them can go on"
             return None
         self.num_steps += 1
-        plan = StepPlan(number=self.num_steps, slices=slices, zero_blocks=self._pool.take_zero_blocks())
-        return ScheduledStep(plan, sequences, len(self._decoding))
+        plan = StepPlan(
+            number=self.num_steps,
+            slices=slices,
+            num_searches=len(search_slices),
+            zero_blocks=self._pool.take_zero_blocks(),
+            copy_blocks=copies,
+        )
+        return ScheduledStep(plan, sequences, len(self._decoding), searches, num_decode_rows)
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """The step has computed this many more tokens of a running sequence."""
@@ -153,6 +191,37 @@ class Scheduler:
         self._set_backlog(sequence, 0)
         sequence.state = _DECODING
         self._decoding.append(sequence)
+
+    def go_on_searching(self, sequence: Sequence, parents: tuple[int, ...]) -> None:
+        """A step has computed the newest token of each hypothesis, or the prompt, and the search has new
+        hypotheses, with these parents."""
+        search = search_of(sequence)
+        if sequence.state is _SEARCHING:
+            sequence.num_computed += 1
+            self.running_tokens += 1
+            search.branch(sequence, parents, self._pool)
+        else:
+            search.begin(sequence, parents, self._pool)
+            self._start_searching(sequence)
+
+    def resume_search(self, sequence: Sequence) -> None:
+        """A search that was preempted has computed one of its hypotheses again: on to the next, or to go on
+        with all of them."""
+        before = sequence.num_computed
+        if search_of(sequence).resume(sequence, self._pool, self._block_size):
+            if self._prefix_reuse:
+                sequence.hash_begun(self._block_size)
+                sequence.num_sealed = sequence.num_computed // self._block_size
+            self._set_backlog(sequence, sequence.num_tokens - sequence.num_computed)
+        else:
+            self._start_searching(sequence)
+        self.running_tokens += sequence.num_computed - before
+
+    def _start_searching(self, sequence: Sequence) -> None:
+        self._prefilling.remove(sequence)
+        self._set_backlog(sequence, 0)
+        sequence.state = _SEARCHING
+        self._searching.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes an unfinished sequence out, wherever it is; its blocks are free at once."""
@@ -174,27 +243,35 @@ class Scheduler:
         because nobody knows where it began, and once free they are zeroed before the next step."""
         for block in sequence.block_table:
             self._pool.spoil(block)
+        if sequence.search is not None:
+            for block in set(chain.from_iterable(sequence.search.tables)):
+                self._pool.spoil(block)
         self.remove(sequence)
 
     def check_integrity(self) -> None:
         """Asserts the invariants of queues, counters, blocks and announced prefixes. Valid between steps."""
-        running = self._prefilling + self._decoding
+        running = self._prefilling + self._decoding + self._searching
         everyone = self._waiting + running
         assert len({id(sequence) for sequence in everyone}) == len(everyone), "a sequence in two places"
         for queue, state in (
             (self._waiting, _WAITING),
             (self._prefilling, _PREFILLING),
             (self._decoding, _DECODING),
+            (self._searching, _SEARCHING),
         ):
             assert all(sequence.state is state for sequence in queue), f"wrong state among the {state.value}"
         assert self._waiting == sorted(self._waiting, key=_by_key), "waiting sequences out of order"
         assert self._prefilling == sorted(self._prefilling, key=_by_key), "prefilling sequences out of order"
-        assert len(running) <= self._max_running, f"{len(running)} sequences run, {self._max_running} may"
+        extra = sum(sequence.num_rows - 1 for sequence in running)
+        assert self._extra_rows == extra, f"{extra} further rows, {self._extra_rows} counted"
+        assert self.num_running <= self._max_running, f"{self.num_running} rows run, {self._max_running} may"
         for sequence in self._waiting:
             assert not sequence.block_table and not sequence.num_computed, f"{sequence.key} waits with blocks"
-        for sequence in running:
+        for sequence in self._prefilling + self._decoding:
             sequence.check_progress(self._block_size, prefix_reuse=self._prefix_reuse)
-        for sequence in self._decoding:
+        for sequence in self._searching:
+            search_of(sequence).check_integrity(sequence, self._block_size)
+        for sequence in self._decoding + self._searching:
             assert sequence.num_tokens - sequence.num_computed == 1, (
                 f"{sequence.key} decodes with tokens to prefill"
             )
@@ -207,6 +284,8 @@ class Scheduler:
             f"{self.num_queued_requests} queued, {len(queued)} found"
         )
         held = self._exchange.tables()
+        searches = (sequence.search for sequence in running if sequence.search is not None)
+        held += chain.from_iterable(search.tables for search in searches)
         self._pool.check_integrity([*held, *(sequence.block_table for sequence in running)])
         self._exchange.check_integrity()
         self._in_progress.check_integrity()
@@ -233,6 +312,13 @@ class Scheduler:
         for sequence in full:
             if sequence.state is _DECODING and self._make_room(sequence):
                 sequence.block_table.append(self._pool.allocate())
+
+    def _reserve_search_blocks(self) -> int:
+        """Returns how many rows the searches take."""
+        for sequence in sorted(self._searching, key=_by_key):
+            if sequence.state is _SEARCHING:
+                search_of(sequence).reserve(sequence, self._pool, self._block_size, self._make_room)
+        return sum(len(search_of(sequence).tables) for sequence in self._searching)
 
     def _reserve_chunks(self, budget: int) -> list[tuple[Sequence, int]]:
         """Next chunk of each sequence in prefill, as the position where it ends."""
@@ -264,7 +350,7 @@ class Scheduler:
         while self._pool.num_available == 0:
             if self._exchange.yield_blocks():
                 continue
-            running = self._prefilling + self._decoding
+            running = self._prefilling + self._decoding + self._searching
             victim = sequence
             if len(running) > 1 or not self._exchange.is_holding:
                 victim = choose_victim(sequence, running, self._pool, self._block_size)
@@ -277,11 +363,24 @@ class Scheduler:
         self.preemptions_total += 1
         self._stop_running(sequence)
         sequence.restart()
+        if sequence.search is not None:
+            sequence.search.rewind(sequence)
+            if self._prefix_reuse:
+                sequence.hash_begun(self._block_size)
         sequence.state = _WAITING
         self._enqueue(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
-        (self._prefilling if sequence.state is _PREFILLING else self._decoding).remove(sequence)
+        match sequence.state:
+            case SequenceState.PREFILLING:
+                self._prefilling.remove(sequence)
+            case SequenceState.SEARCHING:
+                self._searching.remove(sequence)
+            case _:
+                self._decoding.remove(sequence)
+        if sequence.search is not None:
+            sequence.search.release(self._pool)
+        self._extra_rows -= sequence.num_rows - 1
         self._in_progress.withdraw(sequence)
         self.running_tokens -= sequence.num_computed
         self._pool.free_table(sequence.block_table)
@@ -298,6 +397,8 @@ class Scheduler:
         index, demand = 0, None
         while budget > 0 and self.num_running < self._max_running and index < len(self._waiting):
             sequence = self._waiting[index]
+            if self.num_running + sequence.num_rows > self._max_running:
+                break
             if sequence.waits_for is not None and self._in_progress.is_computing(sequence.waits_for):
                 index += 1
                 continue
@@ -345,7 +446,8 @@ class Scheduler:
     def _demand_of_running(self) -> int:
         """Blocks that running sequences are expected to ask for until they end."""
         expected = self.estimate.expected_blocks
-        return sum(max(0, expected(s) - len(s.block_table)) for s in self._prefilling + self._decoding)
+        demand = sum(max(0, expected(s) - len(s.block_table)) for s in self._prefilling + self._decoding)
+        return demand + sum(max(0, expected(s) - search_of(s).num_blocks) for s in self._searching)
 
     def _start_prefill(self, sequence: Sequence, found: list[int]) -> None:
         for block in found:
@@ -355,6 +457,7 @@ class Scheduler:
         sequence.num_sealed = len(found)
         sequence.num_computed = num_cached
         sequence.state = _PREFILLING
+        self._extra_rows += sequence.num_rows - 1
         self._exchange.note_admission()
         insort(self._prefilling, sequence, key=_by_key)
         self.running_tokens += num_cached

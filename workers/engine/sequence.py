@@ -25,6 +25,7 @@ from workers.types import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from workers.engine.drafting import DraftState
+    from workers.engine.search import Search
 
 
 class SequenceState(Enum):
@@ -33,6 +34,7 @@ class SequenceState(Enum):
     WAITING = "waiting"  # no blocks: not admitted yet, or preempted
     PREFILLING = "prefilling"  # has blocks; more than one token, or the first, to compute
     DECODING = "decoding"  # has blocks; its newest token to compute
+    SEARCHING = "searching"  # the same for each hypothesis of a beam search
     FINISHED = "finished"
 
 
@@ -51,12 +53,14 @@ class Sequence:
         "max_num_tokens",
         "num_cached",
         "num_computed",
+        "num_rows",
         "num_sealed",
         "output",
         "parent",
         "prompt",
         "prompt_len",
         "prompt_scores",
+        "search",
         "state",
         "task",
         "waits_for",
@@ -82,6 +86,8 @@ class Sequence:
         self.num_cached: int | None = None  # prompt tokens found cached at the first admission
         self.drafts: tuple[int, ...] = ()  # guesses after the tokens, in the step being computed
         self.drafting: DraftState | None = None  # once a guess has been looked for
+        self.search: Search | None = None  # of a beam search: its hypotheses (`workers.engine.search`)
+        self.num_rows = 1  # tokens of a step that it takes at most when its prompt is computed
         self.has_answered = False  # its first chunk is out
         self.backlog = 0  # tokens that the scheduler counts as still to prefill
         # Scores of prompt tokens 1, 2, ... as they come; None: not wanted, or delivered.
@@ -207,7 +213,9 @@ class Sequence:
         )
         sealed = computed // block_size if prefix_reuse else 0
         assert self.num_sealed == sealed, f"{self.key}: {self.num_sealed} blocks sealed"
-        assert 0 < computed < self.num_tokens, f"{self.key}: {computed} of {self.num_tokens} computed"
+        # A hypothesis that is computed again may have no whole block in common with another.
+        least = 1 if self.search is None else 0
+        assert least <= computed < self.num_tokens, f"{self.key}: {computed} of {self.num_tokens} computed"
 
     def restart(self) -> None:
         """Forgets progress but not the tokens. The blocks have been freed."""

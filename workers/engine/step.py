@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from workers.decoding.beam_search import Candidate
 from workers.types import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTask:
-    """Choose the token after a slice. Read by the sampler on rank 0 before the step returns, never kept.
+    """Choose the token after a slice, or find the best ones for it. Read by the sampler on rank 0 before the
+    step returns, never kept.
 
     The position being sampled is the number of tokens here: of prompt, output and drafts together.
     """
@@ -26,6 +28,7 @@ class SampleTask:
     output_token_ids: Sequence[int]  # so far
     end_token_ids: Sequence[int] = ()  # never chosen before min_tokens has been reached
     drafts: Sequence[int] = ()  # guessed to come after the output
+    num_candidates: int = 0  # of a search: so many tokens, the best ones; none is drawn
 
     @property
     def num_new(self) -> int:
@@ -75,9 +78,23 @@ class StepPlan:
 
     number: int
     slices: Sequence[SequenceSlice]
+    num_searches: int = 0  # the last so many slices are those of beam searches: they look for candidates
     # Blocks to fill with zeros on every rank before anything is written: a sequence with non-finite values
     # held them, and kernels may multiply what lies past a context by a weight of zero.
     zero_blocks: Sequence[int] = ()
+    # (source, target): blocks to copy on every rank, after that and before anything is written. Each target
+    # belongs to one hypothesis of a beam search, which goes on from what it had in common with another.
+    copy_blocks: Sequence[tuple[int, int]] = ()
+
+    def alone(self, index: int, *, prepares_blocks: bool) -> StepPlan:
+        """The same for one slice; prepares_blocks: zeros and copies them too."""
+        return StepPlan(
+            number=self.number,
+            slices=(self.slices[index],),
+            num_searches=int(index >= len(self.slices) - self.num_searches),
+            zero_blocks=self.zero_blocks if prepares_blocks else (),
+            copy_blocks=self.copy_blocks if prepares_blocks else (),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +110,7 @@ class SliceResult:
     """What a step found for one slice, in the order of the plan."""
 
     sampled: Sequence[Sampled] = ()  # when the slice samples: one, and one more for each draft
+    candidates: Sequence[Candidate] = ()  # when a search's slice samples: those asked for, best first
     prompt_logprobs: Sequence[TokenLogprob] = ()  # one per entry of prompt_targets
     error: str | None = None  # non-finite logits in this row: the sequence cannot go on
 

@@ -10,7 +10,16 @@ from workers.kernels.library import Library
 from workers.kernels.memory import KeptRows
 from workers.kernels.quantized import Quantization
 from workers.kernels.reference import TorchKernels
-from workers.kernels.step_message import MAX_LOGIT_ROWS, StepMessage, header_of, pack_step, passes, unpack
+from workers.kernels.step_message import (
+    MAX_LOGIT_ROWS,
+    Ints,
+    StepArrays,
+    StepMessage,
+    header_of,
+    pack_step,
+    passes,
+    unpack,
+)
 
 __all__ = [
     "MAX_LOGIT_ROWS",
@@ -19,6 +28,7 @@ __all__ = [
     "Draw",
     "Drawn",
     "FusedStep",
+    "Ints",
     "KeptRows",
     "Kernels",
     "KernelsUnavailable",
@@ -26,6 +36,7 @@ __all__ = [
     "PackedLinear",
     "Quantization",
     "SharedCollective",
+    "StepArrays",
     "StepBatch",
     "StepLayer",
     "StepMessage",

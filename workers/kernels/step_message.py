@@ -1,8 +1,9 @@
 """A step as flat int32 arrays: what every rank needs of a plan, as it travels and as C++ takes it.
 
-Message: header (S, T, B, R, Z, longest context), then S lengths, S start positions, S block counts, T token
-ids, B block entries, R logit rows, Z blocks to zero; all int32, little-endian on every machine we run on.
-`cpu/layout.h` reads the same bytes. Sampling and targets stay on rank 0.
+Message: header (S, T, B, R, Z, C, longest context), then S lengths, S start positions, S block counts, T
+token ids, B block entries, R logit rows, Z blocks to zero, C blocks to copy and C to copy them to; all int32,
+little-endian on every machine we run on. `cpu/layout.h` reads the same bytes. Sampling and targets stay on
+rank 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 StepMessage = NewType("StepMessage", bytes)
 MAX_LOGIT_ROWS = 512  # logits of more rows (prompt scoring) are made in several passes, to bound their memory
-_HEADER = struct.Struct("<6i")
+_HEADER = struct.Struct("<7i")
 assert sys.byteorder == "little" and array("i").itemsize == 4
 
 
@@ -32,6 +33,7 @@ class StepHeader(NamedTuple):
     num_block_entries: int
     num_logit_rows: int
     num_zero_blocks: int
+    num_copies: int
     longest_context: int  # of its sequences, after the step
 
 
@@ -46,6 +48,8 @@ class StepArrays:
     blocks: Ints  # (sum of block_counts,)
     logit_rows: Ints  # (R,) rows of the step whose logits are wanted
     zero_blocks: Ints  # (Z,) blocks to fill with zeros before anything is written
+    copy_sources: Ints  # (C,) blocks to copy whole, after that and before anything is written
+    copy_targets: Ints  # (C,) where to; none of them is a source
 
 
 def header_of(message: StepMessage) -> StepHeader:
@@ -63,14 +67,19 @@ def pack_step(
     token_ids: Sequence[int],
     blocks: Sequence[int],
     logit_rows: Sequence[int],
-    zero_blocks: Sequence[int],
+    zero_blocks: Sequence[int] = (),
+    copy_blocks: Sequence[tuple[int, int]] = (),
 ) -> StepMessage:
-    """The message of a step; parts as in StepArrays."""
+    """The message of a step; parts as in StepArrays, copies as (source, target)."""
     longest = max(map(int.__add__, starts, lens), default=0)
-    sizes = (len(lens), len(token_ids), len(blocks), len(logit_rows), len(zero_blocks), longest)
+    num_copies = len(copy_blocks)
+    sizes = (len(lens), len(token_ids), len(blocks), len(logit_rows), len(zero_blocks), num_copies, longest)
     values = array("i", sizes)
     for part in (lens, starts, block_counts, token_ids, blocks, logit_rows, zero_blocks):
         values.extend(part)
+    if copy_blocks:
+        values.extend(source for source, _ in copy_blocks)
+        values.extend(target for _, target in copy_blocks)
     return StepMessage(values.tobytes())
 
 
@@ -78,7 +87,7 @@ def unpack(message: StepMessage) -> StepArrays:
     """Raises ValueError unless the parts fill the message exactly and fit each other."""
     header = header_of(message)
     num_slices = header.num_slices
-    sizes = (num_slices, num_slices, num_slices, *header[1:5])
+    sizes = (num_slices, num_slices, num_slices, *header[1:6], header.num_copies)
     start = _HEADER.size // 4
     if min(sizes) < 0 or 4 * (start + sum(sizes)) != len(message):
         raise ValueError(f"a step of {len(message)} bytes says its parts have {sizes} integers")
@@ -92,6 +101,8 @@ def unpack(message: StepMessage) -> StepArrays:
         blocks=parts[4],
         logit_rows=parts[5],
         zero_blocks=parts[6],
+        copy_sources=parts[7],
+        copy_targets=parts[8],
     )
     if (
         int(arrays.lens.sum()) != header.num_tokens
@@ -111,6 +122,7 @@ def passes(message: StepMessage, max_rows: int = MAX_LOGIT_ROWS) -> list[StepMes
         return [message]
     arrays = unpack(message)
     rows, zero_blocks = arrays.logit_rows.tolist(), arrays.zero_blocks.tolist()
+    copies = list(zip(arrays.copy_sources.tolist(), arrays.copy_targets.tolist(), strict=True))
     return [
         pack_step(
             lens=arrays.lens.tolist(),
@@ -120,6 +132,7 @@ def passes(message: StepMessage, max_rows: int = MAX_LOGIT_ROWS) -> list[StepMes
             blocks=arrays.blocks.tolist(),
             logit_rows=rows[cut : cut + max_rows],
             zero_blocks=zero_blocks if cut == 0 else (),
+            copy_blocks=copies if cut == 0 else (),
         )
         for cut in range(0, len(rows), max_rows)
     ]

@@ -33,17 +33,25 @@ def _score(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[Tok
 
 def best_tokens(logprobs: torch.Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
     """The `count` best (id, logprob) of each row (R, V), best first, lower ids first on ties."""
-    count = min(count, logprobs.shape[1])
     if count == 0:
         return [()] * logprobs.shape[0]
+    return [
+        tuple((token_id, max(value, FLOOR)) for token_id, value in row)
+        for row in best_values(logprobs, count)
+    ]
+
+
+def best_values(values: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The `count` > 0 best (id, value) of each row (R, V), best first, lower ids first on ties."""
+    count = min(count, values.shape[1])
     # One more than asked for shows whether a tie crosses the border, where topk may take any of the equals.
-    values, ids = logprobs.topk(min(count + 1, logprobs.shape[1]), dim=-1)
+    best, ids = values.topk(min(count + 1, values.shape[1]), dim=-1)
     rows = []
-    for row, (row_values, row_ids) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+    for row, (row_values, row_ids) in enumerate(zip(best.tolist(), ids.tolist(), strict=True)):
         found = list(zip(row_ids, row_values, strict=True))
         if len(found) > count and row_values[count - 1] == row_values[count]:
-            candidates = (logprobs[row] >= values[row, count - 1]).nonzero()[:, 0]
-            found = list(zip(candidates.tolist(), logprobs[row, candidates].tolist(), strict=True))
+            candidates = (values[row] >= best[row, count - 1]).nonzero()[:, 0]
+            found = list(zip(candidates.tolist(), values[row, candidates].tolist(), strict=True))
         found.sort(key=lambda entry: (-entry[1], entry[0]))
-        rows.append(tuple((token_id, max(value, FLOOR)) for token_id, value in found[:count]))
+        rows.append(found[:count])
     return rows

@@ -1,4 +1,5 @@
-"""From the logits of a step to its results: sampled tokens and scores of prompt tokens, slice by slice."""
+"""From the logits of a step to its results, slice by slice: sampled tokens, candidates of beam searches, and
+scores of prompt tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from workers.decoding.beam_search import Candidate
 from workers.engine.step import Sampled, SampleTask, SliceResult, StepPlan, StepResult
 from workers.kernels import Draw, Drawn, Kernels
+from workers.runtime.candidates import find_candidates
 from workers.runtime.logprobs import score_tokens
 from workers.runtime.sampler import BEST, draw_of, sample
 from workers.types import TokenLogprob
@@ -21,7 +24,7 @@ class _Use(NamedTuple):
 
     slice: int
     target: int | None  # a token to score
-    task: SampleTask | None  # a token to sample
+    task: SampleTask | None  # a token to sample, or candidates to find
 
 
 class ResultBuilder:
@@ -39,8 +42,10 @@ class ResultBuilder:
             for task in piece.sample_tasks():
                 self._uses.append(_Use(index, None, task))
                 self._draws.append(draw_of(task))
+        self._first_search = len(plan.slices) - plan.num_searches  # index of a slice
         self._taken = 0
         self._sampled: dict[int, list[Sampled]] = {}
+        self._candidates: dict[int, tuple[Candidate, ...]] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
         self._errors: dict[int, str] = {}
 
@@ -56,8 +61,14 @@ class ResultBuilder:
         assert len(uses) == logits.shape[0], "more logit rows than the plan asks for"
         self._taken += len(uses)
         sampling = [row for row, use in enumerate(uses) if use.task is not None]
+        if self._plan.num_searches:
+            self._search(drawn, uses, [row for row in sampling if uses[row].slice >= self._first_search])
+            sampling = [row for row in sampling if uses[row].slice < self._first_search]
+            num_scored = sum(use.target is not None for use in uses)
+        else:
+            num_scored = len(uses) - len(sampling)
         self._sample(drawn, uses, sampling)
-        if len(sampling) < len(uses):
+        if num_scored:
             self._score(logits, uses)
 
     def results(self) -> StepResult:
@@ -68,6 +79,7 @@ class ResultBuilder:
                 if index in self._errors
                 else SliceResult(
                     sampled=tuple(self._sampled.get(index, ())),
+                    candidates=self._candidates.get(index, ()),
                     prompt_logprobs=tuple(self._scores.get(index, ())),
                 )
                 for index in range(len(self._plan.slices))
@@ -88,6 +100,17 @@ class ResultBuilder:
                 self._errors[index] = _NON_FINITE
             else:
                 self._sampled.setdefault(index, []).append(found)
+
+    def _search(self, drawn: Drawn, uses: list[_Use], rows: list[int]) -> None:
+        if not rows:
+            return
+        tasks = [task for row in rows if (task := uses[row].task) is not None]
+        found = find_candidates(drawn.logits[rows], [drawn.ids[row] for row in rows], tasks)
+        for row, candidates in zip(rows, found, strict=True):
+            if candidates is None:
+                self._errors[uses[row].slice] = _NON_FINITE
+            else:
+                self._candidates[uses[row].slice] = candidates
 
     def _score(self, logits: torch.Tensor, uses: list[_Use]) -> None:
         by_slice: dict[int, list[int]] = {}

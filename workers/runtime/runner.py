@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels import Draw, Drawn, Kernels, StepMessage, check_range, header_of, unpack
+from workers.kernels import (
+    Draw,
+    Drawn,
+    Ints,
+    Kernels,
+    StepArrays,
+    StepMessage,
+    check_range,
+    header_of,
+    unpack,
+)
 from workers.model.decoder import Decoder
 
 
@@ -37,9 +47,20 @@ class ModelRunner:
         return self._pool
 
     def run(self, message: StepMessage, draws: Sequence[Draw] = ()) -> Drawn | None:
-        """As `Decoder.forward`, after the blocks that are to be zero have become so."""
-        if header_of(message).num_zero_blocks:
-            zero_blocks = unpack(message).zero_blocks
-            check_range("block to zero", zero_blocks, self.num_blocks)
-            self._pool[torch.tensor(zero_blocks.tolist(), device=self._pool.device)] = 0
+        """As `Decoder.forward`, after the blocks that are to be zero or a copy have become so."""
+        header = header_of(message)
+        if header.num_zero_blocks or header.num_copies:
+            self._prepare_blocks(unpack(message))
         return self._decoder.forward(message, self._pool, draws)
+
+    def _prepare_blocks(self, arrays: StepArrays) -> None:
+        if len(arrays.zero_blocks):
+            check_range("block to zero", arrays.zero_blocks, self.num_blocks)
+            self._pool[self._indices(arrays.zero_blocks)] = 0
+        if len(arrays.copy_sources):
+            check_range("block to copy", arrays.copy_sources, self.num_blocks)
+            check_range("block to copy to", arrays.copy_targets, self.num_blocks)
+            self._pool[self._indices(arrays.copy_targets)] = self._pool[self._indices(arrays.copy_sources)]
+
+    def _indices(self, blocks: Ints) -> torch.Tensor:
+        return torch.tensor(blocks.tolist(), device=self._pool.device)

@@ -36,4 +36,5 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
         blocks=blocks,
         logit_rows=rows,
         zero_blocks=plan.zero_blocks,
+        copy_blocks=plan.copy_blocks,
     )

@@ -13,11 +13,19 @@ from tests.unit.engine.toy import (
     numbers,
     reference,
     reference_scores,
+    reference_search,
     replay,
 )
 from workers.config import SpeculativeConfig
 from workers.engine.step import SequenceSlice
-from workers.types import FinishReason, GenerateRequest, RequestId, RequestRefused
+from workers.types import (
+    BeamParams,
+    EarlyStopping,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    RequestRefused,
+)
 
 EOS = (3,)
 
@@ -62,7 +70,8 @@ class EngineMachine(RuleBasedStateMachine):
             else None,
             eos=EOS,
         )
-        self.capacity = num_blocks * block_size
+        self.capacity, self.block_size = num_blocks * block_size, block_size
+        self.max_rows = (max_step_tokens, max_running)
         self.requests: dict[RequestId, GenerateRequest] = {}
         self.aborted: set[RequestId] = set()
         self.transcript = Transcript()
@@ -87,6 +96,9 @@ class EngineMachine(RuleBasedStateMachine):
         scores=st.sampled_from([None, None, 2]),
         min_tokens=st.integers(0, 3),
         top_k=st.sampled_from([0, 2, 4]),
+        width=st.sampled_from([None, None, 1, 2, 4, 7]),
+        length_penalty=st.sampled_from([-1.0, 0.0, 0.6, 2.0]),
+        early_stopping=st.sampled_from(EarlyStopping),
     )
     def add(
         self,
@@ -99,7 +111,14 @@ class EngineMachine(RuleBasedStateMachine):
         scores: int | None,
         min_tokens: int,
         top_k: int,
+        width: int | None,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
     ) -> None:
+        beam = None
+        if width is not None:
+            beam = BeamParams(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
+            num_choices, temperature, max_tokens = min(num_choices, width), 0.0, max(max_tokens, 1)
         request = make_request(
             f"r{len(self.requests)}",
             numbers(length, family),
@@ -110,12 +129,17 @@ class EngineMachine(RuleBasedStateMachine):
             num_prompt_logprobs=scores,
             min_tokens=min(min_tokens, max_tokens),
             top_k=top_k,
+            beam=beam,
         )
         try:
             self.engine.add(request)
         except RequestRefused as refused:
             if refused.code == "kv_pool_too_small":
-                assert length + max(0, max_tokens - 1) > self.capacity
+                computed = length + max(0, max_tokens - 1)
+                assert computed * (width or 1) > self.capacity - self.block_size * (width or 1)
+                assert width is not None or computed > self.capacity
+            elif refused.code == "beam_width_too_large":
+                assert width is not None and width > min(self.max_rows)
             else:
                 assert refused.code == "queue_full"
             return
@@ -169,6 +193,9 @@ class EngineMachine(RuleBasedStateMachine):
                 self.check_choice(request_id, choice, request)
 
     def check_choice(self, request_id: RequestId, choice: int, request: GenerateRequest) -> None:
+        if request.beam is not None:
+            self.check_found(request_id, choice, request)
+            return
         expected = reference(request, choice, EOS)
         tokens = self.transcript.tokens.get((request_id, choice), [])
         assert tokens == expected[: len(tokens)]
@@ -182,6 +209,19 @@ class EngineMachine(RuleBasedStateMachine):
             first = self.transcript.first[request_id, choice]
             wants_scores = choice == 0 and request.sampling.num_prompt_logprobs is not None
             assert first.prompt_logprobs == (reference_scores(request) if wants_scores else None)
+
+    def check_found(self, request_id: RequestId, choice: int, request: GenerateRequest) -> None:
+        """A choice of a beam search."""
+        last = self.transcript.last.get((request_id, choice))
+        if last is None:
+            assert request_id in self.aborted
+        elif last.finish_reason is FinishReason.ERROR:
+            assert (last.token_ids, last.error_code) == ((), "numerical_error")
+        else:
+            expected = reference_search(request, EOS)[choice]
+            assert (last.token_ids, last.score) == (expected.token_ids, expected.score)
+            wants_scores = choice == 0 and request.sampling.num_prompt_logprobs is not None
+            assert last.prompt_logprobs == (reference_scores(request) if wants_scores else None)
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig, TransferConfig
+from workers.decoding.beam_search import BeamSearch, Candidate, Hypothesis
 from workers.engine.engine import Engine
 from workers.engine.exchange import ExchangeSetup
 from workers.engine.fetch import KVPeers
@@ -19,6 +20,7 @@ from workers.engine.leases import OfferListener
 from workers.engine.request import EngineLimits
 from workers.engine.step import Sampled, SampleTask, SequenceSlice, SliceResult, StepPlan, StepResult
 from workers.types import (
+    BeamParams,
     BlockEvent,
     BlockEventKind,
     FinishReason,
@@ -53,6 +55,51 @@ def _choose(contents: Sequence[int], task: SampleTask) -> int:
 
 def _score(contents: Sequence[int], token_id: int) -> TokenLogprob:
     return TokenLogprob(token_id=token_id, logprob=-float(sum(contents) % 1_000 + 1))
+
+
+def _candidates(contents: Sequence[int], task: SampleTask) -> tuple[Candidate, ...]:
+    """The toy's best tokens: every one has a score of its own by the context."""
+    mix = 0
+    for content in contents:
+        mix = (mix * 31 + content) % _MOD
+    scores = []
+    for token_id in range(VOCAB):
+        if token_id not in task.forbidden_token_ids:
+            spread = _content(mix, token_id, 1) % 1_000_003
+            scores.append((-3.0 * spread / 1_000_003 - 0.01, -token_id))
+    best = sorted(scores, reverse=True)[: task.num_candidates]
+    wants = task.params.num_logprobs is not None
+    return tuple(
+        Candidate(-minus_id, score, _score(contents, -minus_id) if wants else None)
+        for score, minus_id in best
+    )
+
+
+def reference_search(request: GenerateRequest, eos: Sequence[int] = ()) -> list[Hypothesis]:
+    """What a beam search must give, best first: every hypothesis computed anew for each token."""
+    assert request.beam is not None
+    sampling = request.sampling
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
+    search = BeamSearch(request.beam, max_tokens=sampling.max_tokens, end_ids=ends)
+    while not search.is_over:
+        tasks = [
+            SampleTask(
+                params=sampling,
+                choice=0,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=hypothesis.token_ids,
+                end_token_ids=sorted(ends),
+                num_candidates=search.num_candidates,
+            )
+            for hypothesis in search.hypotheses
+        ]
+        search.advance(
+            [
+                _candidates(contents_of((*task.prompt_token_ids, *task.output_token_ids)), task)
+                for task in tasks
+            ]
+        )
+    return list(search.finished[: request.num_choices])
 
 
 def contents_of(token_ids: Sequence[int]) -> list[int]:
@@ -112,10 +159,15 @@ class ToyExecutor:
             StepPlan(
                 number=plan.number,
                 slices=tuple(_copy(piece) for piece in plan.slices),
+                num_searches=plan.num_searches,
                 zero_blocks=tuple(plan.zero_blocks),
+                copy_blocks=tuple(plan.copy_blocks),
             )
         )
         self._check_writes(plan)
+        size = self._block_size
+        for source, target in plan.copy_blocks:
+            self._pool[target * size : (target + 1) * size] = self._pool[source * size : (source + 1) * size]
         for piece in plan.slices:
             self._write(piece)
         return StepResult(slices=[self._result(piece) for piece in plan.slices])
@@ -158,11 +210,15 @@ class ToyExecutor:
             assert content is not None
             contents.append(content)
         sampled = []
+        candidates: tuple[Candidate, ...] = ()
         for task in piece.sample_tasks():
             known = len(task.prompt_token_ids) + task.num_new
             assert len(contents) - piece.num_drafts + len(task.drafts) == known, (
                 f"{len(contents)} computed of {known} known tokens"
             )
+            if task.num_candidates:
+                candidates = _candidates(contents, task)
+                continue
             token_id = _choose(contents[:known], task)
             wants = task.params.num_logprobs is not None
             score = _score(contents[:known], token_id) if wants else None
@@ -171,7 +227,7 @@ class ToyExecutor:
             _score(contents[: piece.start + row + 1], target)
             for row, target in enumerate(piece.prompt_targets or ())
         ]
-        return SliceResult(sampled=sampled, prompt_logprobs=scores)
+        return SliceResult(sampled=sampled, candidates=candidates, prompt_logprobs=scores)
 
 
 def _copy(piece: SequenceSlice) -> SequenceSlice:
@@ -240,6 +296,7 @@ def make_request(
     num_logprobs: int | None = None,
     num_prompt_logprobs: int | None = None,
     top_k: int = 0,
+    beam: BeamParams | None = None,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(name),
@@ -255,6 +312,7 @@ def make_request(
             top_k=top_k,
         ),
         num_choices=num_choices,
+        beam=beam,
         priority=priority,
         cache_salt=cache_salt,
     )

@@ -18,11 +18,12 @@ struct StepLayout {
 
   // False for a message that is damaged or leaves its limits; then the layout is not to be used.
   bool read(const int32_t* message, long ints, const StepLimits& limits) {
-    constexpr long HEADER = 6;
+    constexpr long HEADER = 7;
     if (ints < HEADER || *std::min_element(message, message + HEADER) < 0) return false;
     num_sequences = message[0], tokens = message[1], num_logits = message[3];
-    const long entries = message[2], num_zeros = message[4], longest = message[5];
-    if (HEADER + 3 * num_sequences + tokens + entries + num_logits + num_zeros != ints || longest > limits.num_positions) return false;
+    const long entries = message[2], num_zeros = message[4], num_copies = message[5], longest = message[6];
+    if (HEADER + 3 * num_sequences + tokens + entries + num_logits + num_zeros + 2 * num_copies != ints ||
+        longest > limits.num_positions) return false;
     const int32_t *lens = message + HEADER, *starts = lens + num_sequences, *counts = starts + num_sequences;
     token_ids = counts + num_sequences;
     const int32_t* blocks = token_ids + tokens;
