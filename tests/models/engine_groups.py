@@ -18,7 +18,15 @@ from workers.engine.engine import Engine
 from workers.engine.step import Executor, StepPlan, StepResult
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank import RankFacts
-from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams, TokenChunk, TokenLogprob
+from workers.types import (
+    BeamParams,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprob,
+)
 
 BLOCK_SIZE = 16
 UNLIMITED = 4096  # tokens in a step
@@ -66,6 +74,7 @@ class Answer:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached: int = 0
     finish: FinishReason | None = None
+    score: float | None = None
     chunk_with_error: TokenChunk | None = None
 
 
@@ -97,6 +106,7 @@ class Client:
         sampling: SamplingParams = GREEDY,
         *,
         num_choices: int = 1,
+        beam: BeamParams | None = None,
         salt: str = "",
     ) -> RequestId:
         self._number += 1
@@ -107,6 +117,7 @@ class Client:
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
                 num_choices=num_choices,
+                beam=beam,
                 cache_salt=salt,
             )
         )
@@ -140,7 +151,7 @@ def collect(answer: Answer, chunk: TokenChunk) -> None:
     answer.token_ids += chunk.token_ids
     answer.logprobs += chunk.logprobs or ()
     answer.num_cached = max(answer.num_cached, chunk.num_cached_tokens)
-    answer.finish = chunk.finish_reason
+    answer.finish, answer.score = chunk.finish_reason, chunk.score
     if chunk.prompt_logprobs is not None:
         answer.prompt_logprobs = chunk.prompt_logprobs
     if chunk.error is not None:

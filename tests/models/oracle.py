@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from tests.models.checkpoints import MARGIN
+from workers.types import BeamParams
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,29 @@ class Continuation:
 
     token_ids: list[int]
     margin: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamOptions:
+    """What a beam search may have beside its parameters."""
+
+    eos: tuple[int, ...] = ()
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class _Bias(LogitsProcessor):
+    """Added after all penalties, as OpenAI's API has it."""
+
+    def __init__(self, bias: Sequence[tuple[int, float]]) -> None:
+        self._bias = bias
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores = scores.clone()
+        for token_id, bias in self._bias:
+            scores[:, token_id] += bias
+        return scores
 
 
 class Oracle:
@@ -45,6 +75,38 @@ class Oracle:
         best_two = torch.stack(out.logits).float().topk(2, dim=-1).values  # (steps, 1, 2)
         margin = float((best_two[..., 0] - best_two[..., 1]).min())
         return Continuation(out.sequences[0, len(prompt) :].tolist(), margin)
+
+    def beams(
+        self, prompt: Sequence[int], num_tokens: int, beam: BeamParams, options: BeamOptions
+    ) -> list[tuple[list[int], float | None]]:
+        """Tokens and score of all hypotheses of `generate(num_beams=...)`, best first; of width 1, which is
+        greedy there, the one without a score."""
+        self._forget_dynamic_rotary()
+        config = _generation_config(num_tokens, list(options.eos) or None)
+        config.update(
+            num_beams=beam.width,
+            num_return_sequences=beam.width,
+            length_penalty=beam.length_penalty,
+            early_stopping={"yes": True, "no": False, "never": "never"}[beam.early_stopping.value],
+            min_new_tokens=options.min_tokens or None,
+            repetition_penalty=options.repetition_penalty,
+            output_logits=False,
+            output_scores=True,
+        )
+        out = self.model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([_Bias(options.logit_bias)]),
+        )
+        found = out.sequences[:, len(prompt) :].tolist()
+        if beam.width == 1:
+            return [(found[0], None)]
+        lengths = (out.beam_indices >= 0).sum(-1).tolist()
+        return [
+            (tokens[:length], score)
+            for tokens, length, score in zip(found, lengths, out.sequences_scores.tolist(), strict=True)
+        ]
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """Greedy ids, after checking that no step was a near tie: then exact equality may be asked for."""

@@ -9,7 +9,8 @@ only because some end: `num_candidates` of a hypothesis are always enough.
 
 The rules and the scores are those of transformers' `_beam_search` (5.24), on the number of new tokens;
 early stopping says when to end with `width` finished ones: at once, when the best hypothesis at its length
-now cannot beat the worst of them, or (NEVER) not at the length that suits it best. The method: Lowerre, "The
+now cannot beat the worst of them, or (NEVER) not at the length that suits it best. A search of width 1 ends
+at once: it is greedy, as there. The method: Lowerre, "The
 Harpy Speech Recognition System" (1976); the length penalty: Wu et al. (2016).
 """
 
@@ -112,7 +113,7 @@ class BeamSearch:
         if len(self._finished) < self._params.width:
             return False
         stopping = self._params.early_stopping
-        if stopping is EarlyStopping.YES:
+        if stopping is EarlyStopping.YES or self._params.width == 1:
             return True
         is_longest_best = stopping is EarlyStopping.NEVER and self._params.length_penalty > 0.0
         length = self._max_tokens if is_longest_best else num_tokens

@@ -174,10 +174,8 @@ def _check_beam(request: GenerateRequest, beam: BeamParams, limits: EngineLimits
             f"{num_going_on} that do not end the text.",
             param="best_of",
         )
-    if any(begun.token_ids for begun in request.begun) or len(request.begun) not in (0, request.num_choices):
-        raise RequestRefused(
-            "A beam search starts anew on another group: begun has parts of one.", param="begun"
-        )
+    if request.begun:
+        raise RequestRefused("A beam search starts anew on another group: it has no begun.", param="begun")
 
 
 def _check_begun(request: GenerateRequest, limits: EngineLimits) -> None:

@@ -55,6 +55,8 @@ def test_the_worked_example() -> None:
 def test_width_one_is_greedy() -> None:
     found = run(worked_example, BeamSearch(beam(1), max_tokens=2, end_ids=()))
     assert by_tokens(found) == [((0, 0), log(0.20) / 2)]
+    found = run(ending, BeamSearch(beam(1, 2.0, NEVER), max_tokens=4, end_ids=(0,)))
+    assert by_tokens(found) == [((0,), log(0.5))]
 
 
 def ending(before: tuple[int, ...]) -> Sequence[float]:

@@ -135,9 +135,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add(request)
         except RequestRefused as refused:
             if refused.code == "kv_pool_too_small":
-                computed = length + max(0, max_tokens - 1)
-                assert computed * (width or 1) > self.capacity - self.block_size * (width or 1)
-                assert width is not None or computed > self.capacity
+                blocks = -(-(length + max(0, max_tokens - 1)) // self.block_size)
+                own = blocks - length // self.block_size  # of each hypothesis, at worst
+                assert (blocks + ((width or 1) - 1) * own) * self.block_size > self.capacity
             elif refused.code == "beam_width_too_large":
                 assert width is not None and width > min(self.max_rows)
             else:

@@ -148,9 +148,9 @@ def test_an_urgent_plain_request_takes_the_place_of_a_search() -> None:
     search = beam("a", 6, 14, 3, priority=1)
     engine.add(search)
     transcript = Transcript()
-    for _ in range(8):
+    for _ in range(4):
         transcript.take(engine.step())
-    urgent = make_request("u", numbers(8), 36)
+    urgent = make_request("u", numbers(20), 22)
     engine.add(urgent)
     run(engine, transcript)
     assert engine.stats().preemptions_total > 0
