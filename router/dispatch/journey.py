@@ -3,8 +3,8 @@
     placed -> tokens -> the group ends -> placed again, with the tokens so far -> tokens -> ...
 
 What the reader gets goes on as if nothing had happened: a group computes the next token from prompt, tokens
-so far, seed and position alone. Text, stop strings and usage are made from what the reader gets, so they know
-nothing of it.
+so far, seed and position alone. A beam search, of which nothing comes before its end, is made anew. Text, stop
+strings and usage are made from what the reader gets, so they know nothing of it.
 
 A group that was told to end (an update, fewer groups) costs its requests nothing, however often. One that
 crashed may have been killed by one of them, which would then pull down one group after the other. A request
@@ -68,6 +68,8 @@ class Journey:
             if not chunk.token_ids:
                 return None
             chunk = replace(chunk, finish_reason=None, error=None, error_code=None)
+        if self._request.beam is not None and choice not in self._unfinished:
+            return None  # the search was made anew for those that had not come
         self._has_heard = True
         self._tokens[choice] += chunk.token_ids
         if chunk.finish_reason is not None:
@@ -96,8 +98,9 @@ class Journey:
         request = self._request
         if self.is_suspect:
             request = replace(request, priority=_TRIAL_PRIORITY)
-        if not any(self._tokens.values()) and len(self._unfinished) == len(self._tokens):
-            return request  # nothing has come of it
+        is_fresh = not any(self._tokens.values()) and len(self._unfinished) == len(self._tokens)
+        if is_fresh or request.beam is not None:  # nothing has come of it, or it is made as a whole
+            return request
         sampling = request.sampling
         if 0 not in self._unfinished or 0 in self._answered:
             sampling = replace(sampling, num_prompt_logprobs=None)  # the reader has them

@@ -108,6 +108,7 @@ def _merge_choice(parts: Sequence[TokenChunk]) -> TokenChunk:
         logprobs=tuple(entry for part in parts for entry in part.logprobs or ()) if has_logprobs else None,
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
+        score=last.score,
         error=last.error,
         error_code=last.error_code,
     )

@@ -37,7 +37,7 @@ from workers.hashing import HASH_BYTES, BlockHash
 from workers.report import GroupReport
 from workers.types import BlockEvent, GenerateRequest, GroupInfo, GroupStats, KVSource, RequestId, TokenChunk
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 NONCE_BYTES: Final = 32
 MAX_FRAME_BYTES: Final = 32 << 20  # length field of a frame: prompt log-probabilities are the largest
 MAX_GREETING_BYTES: Final = 4 << 10  # until a peer has shown that it knows the secret

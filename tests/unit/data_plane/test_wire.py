@@ -42,8 +42,10 @@ from workers.data_plane.wire import (
 )
 from workers.hashing import BlockHash
 from workers.types import (
+    BeamParams,
     BlockEvent,
     BlockEventKind,
+    EarlyStopping,
     FinishReason,
     GenerateRequest,
     GroupId,
@@ -67,6 +69,7 @@ FULL_REQUEST = GenerateRequest(
         num_logprobs=0,
     ),
     num_choices=2,
+    beam=BeamParams(width=4, length_penalty=-0.5, early_stopping=EarlyStopping.NEVER),
     cache_salt="tenant é",
     priority=-3,
     kv_source=KVSource(group_id=GroupId("g1"), host="10.0.0.7", port=40_123, transfer_id="0f" * 16),
@@ -81,6 +84,7 @@ FULL_CHUNK = TokenChunk(
     num_cached_tokens=16,
     finish_reason=FinishReason.STOP,
     stop_token_id=9,
+    score=-0.25,
 )
 ONE_OF_EACH: list[Message] = [
     Challenge(nonce=b"n" * 32),

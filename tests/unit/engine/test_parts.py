@@ -85,7 +85,7 @@ def test_an_announced_block_belongs_to_who_came_first() -> None:
 
 def _plan(num_slices: int) -> StepPlan:
     slices = [SequenceSlice(token_ids=(index,), start=0, block_table=(index,)) for index in range(num_slices)]
-    return StepPlan(number=7, slices=slices, zero_blocks=(9, 8))
+    return StepPlan(number=7, slices=slices, zero_blocks=(9, 8), copy_blocks=((0, 5),))
 
 
 def test_slices_run_apart_after_an_exception_and_blocks_are_zeroed_first() -> None:
@@ -98,10 +98,9 @@ def test_slices_run_apart_after_an_exception_and_blocks_are_zeroed_first() -> No
     executor.before_step = fail
     outcomes = run_plan(executor, _plan(3))
     assert [type(outcome) for outcome in outcomes] == [SliceResult, OverflowError, SliceResult]
-    assert [(plan.number, plan.zero_blocks, len(plan.slices)) for plan in executor.plans] == [
-        (7, (9, 8), 1),
-        (7, (), 1),
-    ]
+    assert [
+        (plan.number, plan.zero_blocks, plan.copy_blocks, len(plan.slices)) for plan in executor.plans
+    ] == [(7, (9, 8), ((0, 5),), 1), (7, (), (), 1)]
 
 
 def test_the_first_slice_that_does_not_raise_has_the_blocks_zeroed() -> None:

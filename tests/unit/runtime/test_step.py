@@ -24,6 +24,7 @@ PLAN = StepPlan(
         piece([21, 22, 23], start=4, blocks=[5, 1, 8], sample=task(), targets=[22, 23]),
     ],
     zero_blocks=[4, 6],
+    copy_blocks=[(3, 0), (3, 2)],
 )
 
 
@@ -35,7 +36,7 @@ def batch_of(message: StepMessage, num_blocks: int = 10, block_size: int = 4):
 
 def test_message_of_a_plan():
     message = encode(PLAN, block_size=4)
-    assert header_of(message) == (3, 9, 6, 8, 2, 7)
+    assert header_of(message) == (3, 9, 6, 8, 2, 2, 7)
     arrays = unpack(message)
     assert arrays.lens.tolist() == [1, 5, 3]
     assert arrays.starts.tolist() == [6, 0, 4]
@@ -44,6 +45,7 @@ def test_message_of_a_plan():
     assert arrays.blocks.tolist() == [3, 9, 7, 2, 5, 1]
     assert arrays.logit_rows.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
     assert arrays.zero_blocks.tolist() == [4, 6]
+    assert (arrays.copy_sources.tolist(), arrays.copy_targets.tolist()) == ([3, 3], [0, 2])
 
 
 def test_batch_of_a_plan():
@@ -84,7 +86,7 @@ def test_damaged_messages_are_refused():
         with pytest.raises(ValueError, match="a step of"):
             unpack(StepMessage(damaged))
     values = np.frombuffer(message, dtype=np.int32).copy()
-    values[6] += 1  # a length that does not add up
+    values[7] += 1  # a length that does not add up
     with pytest.raises(ValueError, match="add up"):
         unpack(StepMessage(values.tobytes()))
     values = np.frombuffer(message, dtype=np.int32).copy()
@@ -118,6 +120,7 @@ def test_many_logit_rows_are_made_in_passes():
     parts = [unpack(part) for part in passes(message, max_rows=3)]
     assert [part.logit_rows.tolist() for part in parts] == [[0, 1, 2], [3, 4, 6], [7, 8]]
     assert [part.zero_blocks.tolist() for part in parts] == [[4, 6], [], []]
+    assert [part.copy_targets.tolist() for part in parts] == [[0, 2], [], []]
     assert all(part.token_ids.tolist() == unpack(message).token_ids.tolist() for part in parts)
 
 
