@@ -3,8 +3,8 @@
     placed -> tokens -> the group ends -> placed again, with the tokens so far -> tokens -> ...
 
 What the reader gets goes on as if nothing had happened: a group computes the next token from prompt, tokens
-so far, seed and position alone. A beam search, of which nothing comes before its end, is made anew. Text, stop
-strings and usage are made from what the reader gets, so they know nothing of it.
+so far, seed and position alone. A beam search, of which nothing comes before its end, is made anew. Text,
+stop strings and usage are made from what the reader gets, so they know nothing of it.
 
 A group that was told to end (an update, fewer groups) costs its requests nothing, however often. One that
 crashed may have been killed by one of them, which would then pull down one group after the other. A request
