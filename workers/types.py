@@ -12,6 +12,8 @@ from typing import NamedTuple, NewType
 
 from workers.hashing import BlockHash
 
+MAX_BEAM_WIDTH = 64  # hypotheses of a beam search
+
 RequestId = NewType("RequestId", str)
 GroupId = NewType("GroupId", str)
 

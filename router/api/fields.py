@@ -40,7 +40,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": (),
     "documents": (),
-    "early_stopping": (False,),
     "ebnf": (),
     "function_call": (),
     "functions": (),
@@ -52,7 +51,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "guided_whitespace_pattern": (),
     "json_schema": (),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "logits_processors": (),
     "logprob_token_ids": (),
     "modalities": (["text"],),
@@ -72,7 +70,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tools": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "use_beam_search": (False,),
     "web_search_options": (),
 }
 

@@ -9,7 +9,7 @@ Messages are checked by `messages`; what needs the tokenizer or the model's limi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -17,10 +17,16 @@ from pydantic_core import ErrorDetails
 from router.api.errors import ApiError, invalid, quoted, short, unsupported
 from router.api.fields import known_fields
 from router.settings import RouterSettings
+from workers.types import MAX_BEAM_WIDTH, BeamParams, EarlyStopping
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+_EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
+    True: EarlyStopping.YES,
+    False: EarlyStopping.NO,
+    "never": EarlyStopping.NEVER,
+}
 
 
 class Strict(BaseModel):
@@ -64,6 +70,10 @@ class GenerationFields(Strict):
     response_format: dict[str, Any] | None = None
     return_token_ids: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None  # of a beam search: its width
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -71,6 +81,17 @@ class GenerationFields(Strict):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def beam(self) -> BeamParams | None:
+        """How to search; None: sample."""
+        if not self.use_beam_search:
+            return None
+        return BeamParams(
+            width=self.best_of or self.n,
+            length_penalty=float(self.length_penalty),
+            early_stopping=_EARLY_STOPPING[self.early_stopping],
+        )
 
 
 class ChatRequest(GenerationFields):
@@ -94,7 +115,6 @@ class CompletionRequest(GenerationFields):
     """POST /v1/completions. `prompt`: text, texts, token ids, or lists of token ids."""
 
     prompt: str | list[Any]
-    best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
@@ -171,14 +191,6 @@ def parse_completion(body: Mapping[str, Any], settings: RouterSettings) -> Compl
             "together with echo).",
             param="max_tokens",
         )
-    if request.best_of is not None:
-        _check_range("best_of", request.best_of, 1, settings.max_choices)
-        if request.best_of < request.n:
-            raise invalid(f"best_of ({request.best_of}) must be at least n ({request.n}).", param="best_of")
-        if request.best_of > 1 and request.stream:
-            raise invalid("best_of above 1 cannot be streamed.", param="best_of")
-        if request.best_of > request.n:
-            raise unsupported("best_of", f"above n ({request.n}) is not supported by this server")
     return request
 
 
@@ -208,7 +220,7 @@ def _parse(model: type[Model], body: Mapping[str, Any], settings: RouterSettings
 def _as_api_error(detail: ErrorDetails) -> ApiError:
     # The branch of a union (`str`, `list[str]`) is no part of the field's name.
     location = [part for part in detail["loc"] if isinstance(part, int) or part.isidentifier()]
-    if len(location) > 1 and location[1] in ("str", "int", "list"):
+    if len(location) > 1 and location[1] in ("str", "int", "list", "bool"):
         del location[1]
     param = _path(location)
     if detail["type"] == "missing":
@@ -234,8 +246,47 @@ def _check_range(name: str, value: int, low: int, high: int) -> None:
         raise invalid(f"{name} must be between {low} and {high}, got {short(value)}.", param=name)
 
 
-def _check_shared(request: GenerationFields, settings: RouterSettings) -> None:
+def _check_choices(request: GenerationFields, settings: RouterSettings) -> None:
+    """How many choices, of how many."""
     _check_range("n", request.n, 1, settings.max_choices)
+    if request.best_of is not None:
+        most = MAX_BEAM_WIDTH if request.use_beam_search else settings.max_choices
+        _check_range("best_of", request.best_of, 1, most)
+        if request.best_of < request.n:
+            raise invalid(f"best_of ({request.best_of}) must be at least n ({request.n}).", param="best_of")
+        if request.best_of > 1 and request.stream:
+            raise invalid("best_of above 1 cannot be streamed.", param="best_of")
+        if request.best_of > request.n and not request.use_beam_search:
+            raise unsupported("best_of", f"above n ({request.n}) needs use_beam_search")
+
+
+def _check_beam(request: GenerationFields) -> None:
+    """What goes with a beam search and what only there."""
+    if not request.use_beam_search:
+        for name, is_set in (
+            ("length_penalty", request.length_penalty != 1.0),
+            ("early_stopping", request.early_stopping is not False),
+        ):
+            if is_set:
+                raise invalid(f"{name} needs use_beam_search to be true.", param=name)
+        return
+    if request.temperature != 0.0 and "temperature" in request.model_fields_set:
+        raise invalid(
+            "A beam search (use_beam_search) draws nothing at random: temperature must be 0 or left out, got "
+            f"{request.temperature}.",
+            param="temperature",
+        )
+    if request.max_tokens == 0:
+        raise invalid("A beam search (use_beam_search) needs max_tokens of at least 1.", param="max_tokens")
+    if request.response_format is not None and request.response_format != {"type": "text"}:
+        raise unsupported("response_format", "does not go with use_beam_search")
+    if request.stream:
+        raise invalid("A beam search (use_beam_search) cannot be streamed.", param="stream")
+
+
+def _check_shared(request: GenerationFields, settings: RouterSettings) -> None:
+    _check_choices(request, settings)
+    _check_beam(request)
     if len(request.stops) > settings.max_stops:
         raise invalid(f"stop: at most {settings.max_stops} strings, got {len(request.stops)}.", param="stop")
     for text in request.stops:

@@ -49,6 +49,12 @@ def load_sampling_defaults(folder: str) -> dict[str, Any]:
 
 
 def with_defaults(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A request body in which what is absent or null has its default."""
-    missing = {name: value for name, value in defaults.items() if body.get(name) is None}
+    """A request body in which what is absent or null has its default. A beam search draws nothing: it has
+    the penalty's only."""
+    is_search = body.get("use_beam_search") is True
+    missing = {
+        name: value
+        for name, value in defaults.items()
+        if body.get(name) is None and not (is_search and name != "repetition_penalty")
+    }
     return {**body, **missing} if missing else body

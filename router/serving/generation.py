@@ -32,7 +32,9 @@ from router.text.tokenizer import TextTokenizer
 from workers.types import FinishReason, GenerateRequest, TokenChunk
 
 # Codes with which a group refuses a request as the client's mistake.
-_CLIENT_CODES = frozenset({"invalid_value", "context_length_exceeded", "kv_pool_too_small"})
+_CLIENT_CODES = frozenset(
+    {"invalid_value", "context_length_exceeded", "kv_pool_too_small", "beam_width_too_large"}
+)
 # Codes of what another group, or the same one later, could do.
 _LATER_CODES = frozenset({"engine_dead", "group_failed", "group_stopped", "router_stopping"})
 _OVERLOAD_CODES = frozenset({"queue_full"})
@@ -200,7 +202,7 @@ class Generation:
         if choice.is_finished:
             progress.unfinished -= 1
             progress.reasons.add(delta.finish_reason or "")
-            if choice.tpot_s is not None:
+            if choice.tpot_s is not None and work.beam is None:  # whose tokens come all at once
                 self._metrics.tpot_s.observe(choice.tpot_s)
         return delta
 
@@ -254,6 +256,7 @@ class Generation:
                 prompt_token_ids=prompt,
                 sampling=work.sampling[index],
                 num_choices=work.num_choices,
+                beam=work.beam,
                 cache_salt=work.cache_salt,
             )
             for index, prompt in enumerate(work.prompts)

@@ -242,10 +242,11 @@ class Preparer:
             raise invalid(
                 f"min_tokens ({request.min_tokens}) is above max_tokens ({min(budgets)}).", param="min_tokens"
             )
+        beam = request.beam
         params = SamplingParams(
             max_tokens=0,
             min_tokens=request.min_tokens,
-            temperature=float(request.temperature),
+            temperature=float(request.temperature) if beam is None else 0.0,
             top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
             top_p=float(request.top_p),
             min_p=float(request.min_p),
@@ -278,6 +279,7 @@ class Preparer:
                 for budget in budgets
             ),
             num_choices=request.n,
+            beam=beam,
             cache_salt=salt,
             stops=request.stops,
             include_stop=request.include_stop_str_in_output,

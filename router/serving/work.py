@@ -7,7 +7,7 @@ from enum import Enum
 
 from router.api.auth import Caller
 from router.telemetry.waterfall import PrepareTimes
-from workers.types import SamplingParams
+from workers.types import BeamParams, SamplingParams
 
 
 class Endpoint(Enum):
@@ -40,6 +40,7 @@ class Work:
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[SamplingParams, ...]  # one per prompt: budgets and drawn seeds differ
     num_choices: int
+    beam: BeamParams | None  # the choices are the best of a search; None: each is sampled
     cache_salt: str
     stops: tuple[str, ...] = ()
     include_stop: bool = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from workers.hashing import BlockHash, block_hashes
 from workers.types import (
+    MAX_BEAM_WIDTH,
     BeamParams,
     EarlyStopping,
     GenerateRequest,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_BEAM_WIDTH = 64
 _MAX_LENGTH_PENALTY = 10.0  # and the least, with the sign changed: 10,000 tokens ** 10 is far from infinity
 _MAX_NAME_LENGTH = 255  # of a host or a group
 _TRANSFER_ID_LENGTH = 32
