@@ -63,6 +63,10 @@ test-rayup: install  ## `ray up` on three hosts made of namespaces, a few minute
 test-dashboards: install  ## every panel of every dashboard over a cluster under load (needs Debian's prometheus)
 	$(TEST) tests/integration/test_dashboards.py -m dashboards
 
+.PHONY: test-structured
+test-structured: install  ## answers to two hundred JSON schemas, over blocks of three sizes
+	$(TEST) tests/cases/test_structured.py -m structured
+
 .PHONY: lint
 lint: install  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -13,6 +13,8 @@ from typing import NamedTuple, NewType
 from workers.hashing import BlockHash
 
 MAX_BEAM_WIDTH = 64  # hypotheses of a beam search
+MAX_GRAMMAR_BYTES = 64 << 10
+INVALID_GRAMMAR = "invalid_schema"  # code of a grammar that cannot be used
 
 RequestId = NewType("RequestId", str)
 GroupId = NewType("GroupId", str)
@@ -21,7 +23,7 @@ GroupId = NewType("GroupId", str)
 class FinishReason(Enum):
     """Why a choice ended."""
 
-    STOP = "stop"  # end-of-sequence id or a stop id
+    STOP = "stop"  # end-of-sequence id or a stop id; the grammar is complete
     LENGTH = "length"  # max_tokens or the context length
     CANCELLED = "cancelled"  # the client left
     ERROR = "error"  # TokenChunk.error says what
@@ -71,6 +73,23 @@ class BeamParams:
     width: int  # hypotheses; at least num_choices
     length_penalty: float = 1.0  # a score is the sum of log-probabilities over length ** this
     early_stopping: EarlyStopping = EarlyStopping.NO
+
+
+class GrammarKind(Enum):
+    """What the text of a grammar is."""
+
+    JSON_SCHEMA = "json_schema"  # the schema, as JSON
+    REGEX = "regex"  # that the whole answer matches
+    CHOICE = "choice"  # a JSON list of texts, one of which is the answer
+    LARK = "lark"  # in llguidance's dialect of Lark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an answer must look like."""
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +142,7 @@ class GenerateRequest:
     kv_source: KVSource | None = None  # read what this group lacks of the prompt's blocks from there
     # 32 hex digits: readers that name them wait for the blocks of this request.
     transfer_id: str | None = None
+    grammar: Grammar | None = None  # that every choice follows
     # Choices to go on with, by number; the others have ended elsewhere. Empty: all, from the start.
     begun: tuple[BegunChoice, ...] = ()
 
@@ -164,7 +184,7 @@ class TokenChunk:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; set in the first chunk of a choice
     times: StageTimes | None = None  # in the first chunk of a choice
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the id that stopped it, when STOP
+    stop_token_id: int | None = None  # the id that stopped it, when STOP; None: its grammar did
     score: float | None = None  # of a beam search: sum of log-probabilities over length ** length_penalty
     error: str | None = None  # sentence for the client, when ERROR
     error_code: str | None = None  # stable code, when ERROR: "engine_dead", "context_length_exceeded", ...

@@ -64,7 +64,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "request_id": (),
     "session_id": (),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": (),
     "tools": (),

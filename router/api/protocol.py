@@ -68,6 +68,7 @@ class GenerationFields(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None  # of a beam search: its width
@@ -280,6 +281,8 @@ def _check_beam(request: GenerationFields) -> None:
         raise invalid("A beam search (use_beam_search) needs max_tokens of at least 1.", param="max_tokens")
     if request.response_format is not None and request.response_format != {"type": "text"}:
         raise unsupported("response_format", "does not go with use_beam_search")
+    if request.structured_outputs is not None:
+        raise unsupported("structured_outputs", "does not go with use_beam_search")
     if request.stream:
         raise invalid("A beam search (use_beam_search) cannot be streamed.", param="stream")
 
@@ -309,8 +312,3 @@ def _check_shared(request: GenerationFields, settings: RouterSettings) -> None:
             raise invalid(
                 f"logit_bias: {quoted(key)} must be between -100 and 100, got {value}.", param="logit_bias"
             )
-    if request.response_format is not None and request.response_format != {"type": "text"}:
-        kind = request.response_format.get("type")
-        if kind not in ("json_object", "json_schema"):
-            raise invalid("response_format.type must be text.", param="response_format.type")
-        raise unsupported("response_format", f"of type {kind} is not supported by this server")

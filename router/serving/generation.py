@@ -29,11 +29,18 @@ from router.telemetry import table
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.waterfall import FirstToken, waterfall
 from router.text.tokenizer import TextTokenizer
-from workers.types import FinishReason, GenerateRequest, TokenChunk
+from workers.types import INVALID_GRAMMAR, FinishReason, GenerateRequest, TokenChunk
 
 # Codes with which a group refuses a request as the client's mistake.
 _CLIENT_CODES = frozenset(
-    {"invalid_value", "context_length_exceeded", "kv_pool_too_small", "beam_width_too_large"}
+    {
+        "invalid_value",
+        "context_length_exceeded",
+        "kv_pool_too_small",
+        "beam_width_too_large",
+        "unsupported_parameter",
+        INVALID_GRAMMAR,
+    }
 )
 # Codes of what another group, or the same one later, could do.
 _LATER_CODES = frozenset({"engine_dead", "group_failed", "group_stopped", "router_stopping"})
@@ -159,7 +166,7 @@ class Generation:
                         choice = progress.choices[prompt_index * work.num_choices + chunk.choice]
                         if choice.is_finished:  # by a stop string, which its engine does not know of
                             continue
-                        self._check_chunk(chunk)
+                        self._check_chunk(work, chunk)
                         yield choice, self._take(work, progress, place, choice, chunk)
                         if not progress.unfinished:
                             break
@@ -258,18 +265,20 @@ class Generation:
                 num_choices=work.num_choices,
                 beam=work.beam,
                 cache_salt=work.cache_salt,
+                grammar=work.asked_grammar.grammar if work.asked_grammar is not None else None,
             )
             for index, prompt in enumerate(work.prompts)
         ]
 
-    def _check_chunk(self, chunk: TokenChunk) -> None:
+    def _check_chunk(self, work: Work, chunk: TokenChunk) -> None:
         """Raises ApiError for a chunk that says the request failed."""
         if chunk.finish_reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
             return
         code = chunk.error_code or "engine_error"
         message = chunk.error or "The worker group ended this request."
         if code in _CLIENT_CODES:
-            raise invalid(message, code=code)
+            asked = work.asked_grammar if code == INVALID_GRAMMAR else None
+            raise invalid(message, code=code, param=asked.param if asked is not None else None)
         if code in _OVERLOAD_CODES:
             raise self._admission.unavailable("group_busy", message)
         if code in _LATER_CODES:

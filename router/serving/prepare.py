@@ -20,6 +20,7 @@ from router.api.protocol import (
     GenerationFields,
     TokenizeRequest,
 )
+from router.api.structured import asked_grammar
 from router.serving.work import Endpoint, ModelLimits, Work
 from router.settings import RouterSettings
 from router.telemetry.waterfall import PrepareTimes
@@ -284,6 +285,7 @@ class Preparer:
             stops=request.stops,
             include_stop=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
+            asked_grammar=asked_grammar(request.response_format, request.structured_outputs),
             num_logprobs=num_logprobs,
             return_token_ids=request.return_token_ids,
             stream=request.stream,

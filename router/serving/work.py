@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from router.api.auth import Caller
+from router.api.structured import AskedGrammar
 from router.telemetry.waterfall import PrepareTimes
 from workers.types import BeamParams, SamplingParams
 
@@ -46,6 +47,7 @@ class Work:
     include_stop: bool = False
     skip_special_tokens: bool = True
     echo: bool = False
+    asked_grammar: AskedGrammar | None = None  # that all answers follow
     num_logprobs: int | None = None  # as in SamplingParams
     return_token_ids: bool = False
     stream: bool = False

@@ -13,8 +13,8 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from router.text.token_bytes import TokenBytes
 from router.text.tokenizer import TextTokenizer
+from workers.token_bytes import TokenBytes
 
 _CONTEXT_TOKENS = 8  # prompt tokens that a decoder without a byte table sees before the first new one
 

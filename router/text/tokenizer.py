@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 
 from router.api.errors import invalid
 from router.text.chat_template import ChatTemplate
-from router.text.token_bytes import TokenBytes, decoder_config
 from workers.regular_file import read_regular
+from workers.token_bytes import TokenBytes
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _MAX_TOKENIZER_BYTES = 512 << 20
@@ -74,7 +74,7 @@ class TextTokenizer:
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self.token_bytes: TokenBytes | None
         try:
-            self.token_bytes = TokenBytes(tokenizer, decoder_config(tokenizer))
+            self.token_bytes = TokenBytes(tokenizer.id_to_token, _decoder_config(tokenizer))
         except ValueError:
             self.token_bytes = None
 
@@ -201,6 +201,15 @@ class TextTokenizer:
                 text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
             self._texts[token_id] = text
         return text
+
+
+def _decoder_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The decoder as its JSON description; empty when the tokenizer has none."""
+    if tokenizer.decoder is None:
+        return {}
+    described = json.loads(tokenizer.decoder.__getstate__())
+    assert isinstance(described, dict)
+    return described
 
 
 def _token_text(value: object) -> str | None:

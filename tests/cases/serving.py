@@ -27,11 +27,19 @@ from tests.models.checkpoints import successor
 from tests.models.toy_tokenizers import byte_tokenizer
 from tests.unit.router.client import CHAT, COMPLETIONS, call, events, streamed_text
 from tests.unit.router.fakes import Stack
-from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from workers.config import (
+    CacheConfig,
+    GroupConfig,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    SpeculativeConfig,
+)
 from workers.engine.engine import Engine
 from workers.engine.loop import EngineLoop, StepOutput
 from workers.report import GroupReport
 from workers.runtime.launch import LocalGroup
+from workers.structured.available import open_backend
 from workers.types import GenerateRequest, GroupId, GroupInfo, GroupStats, RequestId, Role, TokenChunk
 
 MODEL = "model"
@@ -192,11 +200,13 @@ def running_engine(
     num_blocks: int = 512,
     max_running: int = 64,
     max_step_tokens: int = 512,
+    block_size: int = 16,
+    speculative: SpeculativeConfig | None = None,
 ) -> Iterator[tuple[LocalDispatcher, Engine, GroupInfo]]:
     """An engine over a checkpoint in float32, in a thread."""
     config = GroupConfig(
         model=ModelConfig(path=str(folder), dtype="float32", max_model_len=max_model_len),
-        cache=CacheConfig(num_blocks=num_blocks),
+        cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
         schedule=ScheduleConfig(max_running=max_running, max_step_tokens=max_step_tokens),
         parallel=ParallelConfig(tensor_parallel=tensor_parallel, threads_per_rank=1, device="cpu"),
     )
@@ -207,6 +217,8 @@ def running_engine(
             cache=replace(config.cache, block_size=facts.block_size),
             schedule=config.schedule,
             executor=local.executor,
+            speculative=speculative,
+            grammars=open_backend(folder, facts.limits.vocab_size),
         )
         info = GroupInfo(
             group_id=GroupId(group),
@@ -238,6 +250,8 @@ def serving(
     num_blocks: int = 512,
     max_running: int = 64,
     max_step_tokens: int = 512,
+    block_size: int = 16,
+    speculative: SpeculativeConfig | None = None,
     **settings: Any,
 ) -> Iterator[Serving]:
     """A stack over a checkpoint in float32. `settings`: fields of RouterSettings."""
@@ -248,6 +262,8 @@ def serving(
         num_blocks=num_blocks,
         max_running=max_running,
         max_step_tokens=max_step_tokens,
+        block_size=block_size,
+        speculative=speculative,
     ) as (dispatcher, engine, info):
         router_settings = replace(RouterSettings(model_name=MODEL), **settings)
         tokenizer = TextTokenizer.load(folder)

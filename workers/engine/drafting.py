@@ -72,7 +72,10 @@ class Drafting:
         left = sequence.max_num_tokens - sequence.num_tokens - 1
         drafter = self._state(sequence).drafter
         drafter.extend(sequence.tokens(drafter.num_tokens, sequence.num_tokens))
-        return drafter.propose(min(self._max_drafts, left))
+        drafts = drafter.propose(min(self._max_drafts, left))
+        if sequence.grammar is not None and drafts:
+            return drafts[: sequence.grammar.num_allowed(drafts)]
+        return drafts
 
     def _state(self, sequence: Sequence) -> DraftState:
         if sequence.drafting is None:

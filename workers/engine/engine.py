@@ -22,6 +22,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.exchange import ExchangeCommand, ExchangeSetup, KVExchange, Redirect
 from workers.engine.execution import Failure, Outcome, Outcomes, failure_of, run_plan
+from workers.engine.grammars import GrammarBackend, Grammars
 from workers.engine.leases import LeaseId
 from workers.engine.meter import MeteredModel, StepMeter
 from workers.engine.prefixes import PrefixesInProgress
@@ -33,6 +34,7 @@ from workers.engine.step import Executor, Sampled, SequenceSlice, SliceResult
 from workers.engine.totals import EngineTotals, group_report, group_stats
 from workers.report import GroupReport
 from workers.types import (
+    INVALID_GRAMMAR,
     BlockEvent,
     FinishReason,
     GenerateRequest,
@@ -63,10 +65,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         exchange: ExchangeSetup | None = None,
         metered: MeteredModel | None = None,
+        grammars: GrammarBackend | None = None,
     ) -> None:
         """speculative: how tokens are guessed; None: not.
         exchange: of blocks with other groups; None: there is none.
-        metered: to say how well steps use the machine; None: it is not said."""
+        metered: to say how well steps use the machine; None: it is not said.
+        grammars: compiles those of requests; None: a request that has one is refused."""
         exchange = exchange or ExchangeSetup()
         self._limits = limits
         self._executor = executor
@@ -94,6 +98,7 @@ class Engine:
             exchange=self._exchange,
             drafting=self._drafting,
         )
+        self._grammars = Grammars(grammars, clock)
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices
         self._is_stalled = False  # the last step found nothing to do, and nothing has happened since
         self._num_arrived = 0
@@ -122,6 +127,8 @@ class Engine:
                 sequence.hash_begun(block_size)
         self._requests[request.request_id] = sequences
         self._scheduler.add(sequences)
+        if request.grammar is not None and request.sampling.max_tokens > 0:
+            self._grammars.want(sequences, request.grammar)
         self._is_stalled = False
         if request.transfer_id is not None:  # others wait for it: it does not wait for others
             self._exchange.leases.request_came(request.transfer_id)
@@ -148,6 +155,10 @@ class Engine:
         elif (sequences := self._requests.get(command.request_id)) is not None:
             self._exchange.redirect(sequences[0], command.source)
 
+    def on_grammar(self, wake: Callable[[], None]) -> None:
+        """Has `wake` called, in any thread, when can_step() may have become true by itself."""
+        self._grammars.on_news = wake
+
     def renew_lease(self, lease_id: LeaseId) -> None:
         """The reader of a lease lives. May be called in any thread."""
         self._exchange.leases.renew(lease_id)
@@ -160,20 +171,23 @@ class Engine:
 
     def step(self) -> list[TokenChunk]:
         """Computes one step and returns what its sequences have to say; [] when idle, or when all wait for
-        other groups (then can_step() says so).
+        other groups or grammars (then can_step() says so).
 
         Raises GroupFailed when the group cannot compute any more: then only fail_all() is left to do.
         """
         started = self._pool.now_s = self._clock()
+        chunks: list[TokenChunk] = []
+        for sequence, refused in self._grammars.collect() if self._grammars.num_waiting else ():
+            self._fail(sequence.parent.request.request_id, refused.code, refused.sentence, chunks)
         scheduled = self._scheduler.schedule()
         if scheduled is None:
             self._is_stalled = True
-            return []
+            return chunks
         for sequence in chain(scheduled.sequences[scheduled.num_decoding :], scheduled.searches):
             if sequence.parent.admitted_s is None:
                 sequence.parent.admitted_s = started
+        self._grammars.start(scheduled.sequences, scheduled.plan.slices)
         outcomes = run_plan(self._executor, scheduled.plan)
-        chunks: list[TokenChunk] = []
         for sequence, piece, outcome in zip(
             scheduled.sequences, scheduled.plan.slices, outcomes, strict=False
         ):
@@ -199,12 +213,12 @@ class Engine:
 
     def can_step(self) -> bool:
         """Whether a step may find something to do: there are requests, and not all were found to wait for
-        other groups since the last command or sweep."""
-        return not self._is_stalled and bool(self._requests)
+        other groups or their grammars since the last command, sweep or news of a grammar."""
+        return (not self._is_stalled or self._grammars.has_news) and bool(self._requests)
 
     def has_timers(self) -> bool:
         """Whether sweep() is wanted even when nothing else happens."""
-        return self._exchange.has_timers
+        return self._exchange.has_timers or self._grammars.num_waiting > 0
 
     @property
     def generations(self) -> memoryview:
@@ -276,6 +290,8 @@ class Engine:
                 param="request_id",
             )
         validate(request, self._limits)
+        if request.grammar is not None:
+            self._grammars.check(request.grammar)
         check_fits(
             request,
             num_blocks=self._pool.num_blocks,
@@ -338,7 +354,9 @@ class Engine:
         _log.error(
             "request %s choice %d: %s", request_id, sequence.choice, failure.detail, exc_info=failure.cause
         )
-        self._fail(request_id, failure.code, failure.message, chunks, spoiled=sequence)
+        is_sound = failure.code == INVALID_GRAMMAR  # what it has computed is
+        spoiled = None if is_sound else sequence
+        self._fail(request_id, failure.code, failure.message, chunks, spoiled=spoiled)
 
     def _take(
         self, sequence: Sequence, piece: SequenceSlice, outcome: Outcome, chunks: list[TokenChunk]
@@ -403,7 +421,7 @@ class Engine:
         message: str,
         chunks: list[TokenChunk],
         *,
-        spoiled: Sequence,
+        spoiled: Sequence | None = None,
     ) -> None:
         """Ends all choices of a request with an error; what `spoiled` has computed is not to be trusted."""
         for sequence in self._requests[request_id]:

@@ -56,7 +56,7 @@ def failure_of(piece: SequenceSlice, outcome: Outcome, vocab_size: int) -> Failu
         message = f"The engine failed on this request ({type(outcome).__name__}) and ended it."
         return Failure("internal_error", message, "the step raised", outcome)
     if outcome.error is not None:
-        return Failure("numerical_error", outcome.error, outcome.error)
+        return Failure(outcome.error_code, outcome.error, outcome.error)
     problem = _problem_with(piece, outcome, vocab_size)
     if problem is not None:
         return Failure("internal_error", "The engine failed on this request and ended it.", problem)

@@ -4,10 +4,10 @@
 
 Between steps the thread takes all commands, and says what came of them before the step, which may be the
 last; a request that is refused, and one that ends in an error, comes back as an ERROR chunk. With nothing to
-compute it waits for a command without spinning, and wakes up for the timers of exchanges with other groups.
-It ends by stop(), or when the group cannot compute any more: then every request it has, and every one
-submitted later, gets an ERROR chunk `engine_dead`. Each accepted or refused choice thus gets exactly one
-chunk with a finish_reason.
+compute it waits for a command or a compiled grammar without spinning, and wakes up for the timers of grammars
+and of exchanges with other groups. It ends by stop(), or when the group cannot compute any more: then every
+request it has, and every one submitted later, gets an ERROR chunk `engine_dead`. Each accepted or refused
+choice thus gets exactly one chunk with a finish_reason.
 
 Not covered: a step that hangs. Executors bound their waits; stop() bounds its own. What a step had found when
 the engine itself failed in it is lost: the failure says that the group is.
@@ -77,6 +77,7 @@ class EngineLoop:
         self._is_stopping = False
         self._closing_reason: str | None = None  # why nothing is taken any more
         self._failure: str | None = None
+        engine.on_grammar(self._wake)
         self._stats = engine.stats()  # of the last output
         self._unsaid: list[TokenChunk] = []  # for the next output, whatever happens before it
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -152,6 +153,10 @@ class EngineLoop:
             _log.exception("the engine loop ends")
             self._failure = f"the engine loop failed: {error!r}"
         self._close(self._failure or "The engine is stopping.")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def _order(self, command: _Abort | ExchangeCommand) -> None:
         with self._changed:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from workers.hashing import BlockHash, block_hashes
 from workers.types import (
+    INVALID_GRAMMAR,
     MAX_BEAM_WIDTH,
+    MAX_GRAMMAR_BYTES,
     BeamParams,
     EarlyStopping,
     GenerateRequest,
+    Grammar,
+    GrammarKind,
     KVSource,
     RequestRefused,
     SamplingParams,
@@ -52,6 +56,7 @@ class RequestState:
         "admitted_s",
         "arrival",
         "arrived_s",
+        "awaits_grammar",
         "end_ids",
         "fetch",
         "fetch_s",
@@ -78,6 +83,7 @@ class RequestState:
         if block_size is not None:
             self.prompt_hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)
         self.is_admitted = False  # a choice has had blocks
+        self.awaits_grammar = False  # which is being compiled: not to be admitted yet
         self.fetch: Fetch | None = None  # blocks from another group, until it is admitted
         # For metrics: times of the engine's clock, and what other groups gave.
         self.arrived_s = self.fetch_s = 0.0  # when it was added; how long fetches were open
@@ -117,6 +123,8 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
     _check_transfer_id("transfer_id", request.transfer_id)
     if request.kv_source is not None:
         check_source(request.kv_source)
+    if request.grammar is not None:
+        _check_grammar(request.grammar)
     _check_sampling(request.sampling, limits)
     if request.beam is not None:
         _check_beam(request, request.beam, limits)
@@ -174,8 +182,25 @@ def _check_beam(request: GenerateRequest, beam: BeamParams, limits: EngineLimits
             f"{num_going_on} that do not end the text.",
             param="best_of",
         )
+    if request.grammar is not None:
+        raise RequestRefused(
+            "A beam search cannot follow a grammar: leave out response_format and structured_outputs.",
+            param="use_beam_search",
+        )
     if request.begun:
         raise RequestRefused("A beam search starts anew on another group: it has no begun.", param="begun")
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    if not (isinstance(grammar, Grammar) and isinstance(grammar.kind, GrammarKind)):
+        raise _refused("grammar", grammar, "a grammar")
+    size = len(grammar.text.encode()) if isinstance(grammar.text, str) else 0
+    if not 1 <= size <= MAX_GRAMMAR_BYTES:
+        raise RequestRefused(
+            f"The grammar of this request has {size} bytes: it must have 1 to {MAX_GRAMMAR_BYTES}.",
+            code=INVALID_GRAMMAR,
+            param="grammar",
+        )
 
 
 def _check_begun(request: GenerateRequest, limits: EngineLimits) -> None:

@@ -127,9 +127,9 @@ class Scheduler:
             self._enqueue(sequence)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step; None when no sequence is unfinished, or all wait for blocks that the exchange with
-        other groups is to bring or to give back. The plan shares block tables with the scheduler: it is to be
-        read before anything else is called here."""
+        """The next step; None when no sequence is unfinished, or all wait for their grammars or for blocks
+        that the exchange with other groups is to bring or to give back. The plan shares block tables with the
+        scheduler: it is to be read before anything else is called here."""
         preemptions = self.preemptions_total
         self._reserve_decode_blocks()
         budget = self._max_step_tokens - len(self._decoding)
@@ -161,7 +161,7 @@ class Scheduler:
             num_decode_rows += len(rows)
         slices += search_slices
         if not slices:
-            is_done = not self._waiting and not self.num_running
+            is_done = not self.num_running and all(s.parent.awaits_grammar for s in self._waiting)
             assert is_done or self._exchange.is_holding, "sequences left and none of them can go on"
             return None
         self.num_steps += 1
@@ -391,12 +391,15 @@ class Scheduler:
     def _admit(self, budget: int, chunks: list[tuple[Sequence, int]]) -> None:
         """Admits waiting sequences in order while budget, places and future memory last; adds their chunks.
 
-        One that waits for blocks, another's or fetched, is passed over. One that does not fit, or whose fetch
-        does not, stops the rest: small ones must not overtake it for ever.
+        One that waits for its grammar, or for blocks, another's or fetched, is passed over. One that does not
+        fit, or whose fetch does not, stops the rest: small ones must not overtake it for ever.
         """
         index, demand = 0, None
         while budget > 0 and self.num_running < self._max_running and index < len(self._waiting):
             sequence = self._waiting[index]
+            if sequence.parent.awaits_grammar:
+                index += 1
+                continue
             if self.num_running + sequence.num_rows > self._max_running:
                 break
             if sequence.waits_for is not None and self._in_progress.is_computing(sequence.waits_for):

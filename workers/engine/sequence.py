@@ -25,6 +25,7 @@ from workers.types import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from workers.engine.drafting import DraftState
+    from workers.engine.grammars import GrammarCursor
     from workers.engine.search import Search
 
 
@@ -47,6 +48,7 @@ class Sequence:
         "choice",
         "drafting",
         "drafts",
+        "grammar",
         "has_answered",
         "hashes",
         "key",
@@ -88,6 +90,7 @@ class Sequence:
         self.drafting: DraftState | None = None  # once a guess has been looked for
         self.search: Search | None = None  # of a beam search: its hypotheses (`workers.engine.search`)
         self.num_rows = 1  # tokens of a step that it takes at most when its prompt is computed
+        self.grammar: GrammarCursor | None = None  # once it is compiled
         self.has_answered = False  # its first chunk is out
         self.backlog = 0  # tokens that the scheduler counts as still to prefill
         # Scores of prompt tokens 1, 2, ... as they come; None: not wanted, or delivered.
@@ -190,12 +193,16 @@ class Sequence:
         )
         assert self.num_tokens < self.max_num_tokens, f"a token after the last one, {self.max_num_tokens}"
         self.output.append(token_id)
+        if self.grammar is not None and token_id not in self.parent.end_ids:
+            self.grammar.accept(token_id)
 
     def end_reason(self) -> tuple[FinishReason | None, int | None]:
         """Whether the token just appended ends the sequence, and the id when it is an end id."""
         token_id = self.output[-1]
         if token_id in self.parent.end_ids:  # before min_tokens the sampler had it forbidden
             return FinishReason.STOP, token_id
+        if self.grammar is not None and self.grammar.is_complete:
+            return FinishReason.STOP, None
         if self.num_tokens >= self.max_num_tokens:
             return FinishReason.LENGTH, None
         return None, None

@@ -14,6 +14,20 @@ from workers.decoding.beam_search import Candidate
 from workers.types import SamplingParams, TokenLogprob
 
 
+class GrammarFailed(Exception):
+    """An answer's grammar cannot go on: it would take too much, or no token fits. Ends the request."""
+
+
+class AllowedTokens(Protocol):
+    """The tokens that the grammar of an answer goes on with."""
+
+    def bits(self, num_drafts: int) -> bytes | None:
+        """A bit for each token id, lowest first, 1: allowed, at least the whole vocabulary; None: all are.
+        For the token after so many of the step's drafts. May wait for what is being computed beside the
+        step. Raises GrammarFailed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTask:
     """Choose the token after a slice, or find the best ones for it. Read by the sampler on rank 0 before the
@@ -29,6 +43,7 @@ class SampleTask:
     end_token_ids: Sequence[int] = ()  # never chosen before min_tokens has been reached
     drafts: Sequence[int] = ()  # guessed to come after the output
     num_candidates: int = 0  # of a search: so many tokens, the best ones; none is drawn
+    allowed: AllowedTokens | None = None  # by a grammar, which then also says when an end id may come
 
     @property
     def num_new(self) -> int:
@@ -37,7 +52,9 @@ class SampleTask:
 
     @property
     def forbidden_token_ids(self) -> Sequence[int]:
-        """Ids that must not be chosen now."""
+        """Ids that must not be chosen now, whatever else is allowed."""
+        if self.allowed is not None:
+            return ()
         return self.end_token_ids if self.num_new < self.params.min_tokens else ()
 
 
@@ -112,7 +129,8 @@ class SliceResult:
     sampled: Sequence[Sampled] = ()  # when the slice samples: one, and one more for each draft
     candidates: Sequence[Candidate] = ()  # when a search's slice samples: those asked for, best first
     prompt_logprobs: Sequence[TokenLogprob] = ()  # one per entry of prompt_targets
-    error: str | None = None  # non-finite logits in this row: the sequence cannot go on
+    error: str | None = None  # the sequence cannot go on: non-finite logits, or what error_code says
+    error_code: str = "numerical_error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

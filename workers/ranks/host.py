@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 from workers.data_plane.server import StreamServer
 from workers.engine.engine import Engine
@@ -27,7 +28,11 @@ from workers.exchange.rank_exchange import ExchangeImpossible, FollowerExchange,
 from workers.group_start import GroupStart
 from workers.runtime.handshake import Rendezvous
 from workers.runtime.rank import Follower, Leader, RankFacts, exit_process
+from workers.structured.available import open_backend
 from workers.types import GroupInfo, KVSource, RequestId
+
+if TYPE_CHECKING:
+    from workers.structured.backend import LlguidanceBackend
 
 _STOP_TIMEOUT_S = 5.0  # for the engine to end the step it is in
 
@@ -54,6 +59,7 @@ class LeaderHost:
         self._exchange: LeaderExchange | None = None
         self._metered: MeteredModel | None = None
         self._exchange_problem = ""  # why there is none
+        self._grammars: LlguidanceBackend | None = None
         self._server: StreamServer | None = None
 
     @property
@@ -64,6 +70,9 @@ class LeaderHost:
     def load(self) -> GroupInfo:
         """Load the weights, make the pool, compute a first step. Raises what `Leader.load` raises."""
         facts = self._leader.load()
+        self._grammars = open_backend(self._start.config.model.path, facts.limits.vocab_size)
+        if self._grammars is not None:
+            self._grammars.warm()  # now: it holds the interpreter, and the engine does not run yet
         self._metered = self._leader.metered()
         engine = self._exchanging_engine(facts) or self._engine(facts, None)
         exchange = self._exchange
@@ -143,6 +152,7 @@ class LeaderHost:
             speculative=config.speculative,
             exchange=exchange.setup if exchange is not None else None,
             metered=self._metered,
+            grammars=self._grammars,
         )
 
     def _redirect(self, request_id: RequestId, source: KVSource | None) -> None:

@@ -17,7 +17,7 @@ def is_adjusted(task: SampleTask) -> bool:
     """Whether `adjust` would change anything."""
     params = task.params
     return bool(params.repetition_penalty != 1.0 or _has_output_penalty(params) or params.logit_bias) or bool(
-        task.forbidden_token_ids
+        task.forbidden_token_ids or task.allowed is not None
     )
 
 
@@ -26,7 +26,8 @@ def adjust(row: torch.Tensor, task: SampleTask) -> None:
 
     Repetition penalty as in CTRL (Keskar et al. 2019) and transformers: positive logits are divided,
     negative ones multiplied, for every id of prompt and output. Presence and frequency penalty as in OpenAI's
-    API, over the output. Then the bias is added; last, forbidden ids get probability 0.
+    API, over the output. Then the bias is added; last, ids that are forbidden, or that a grammar does not
+    allow, get probability 0. Raises GrammarFailed.
     """
     params = task.params
     if params.repetition_penalty != 1.0:
@@ -47,6 +48,10 @@ def adjust(row: torch.Tensor, task: SampleTask) -> None:
         _put(row, ids, row[ids] + plus)
     if forbidden := task.forbidden_token_ids:
         row[torch.tensor(list(forbidden), device=row.device)] = float("-inf")
+    if task.allowed is not None and (bits := task.allowed.bits(len(task.drafts))) is not None:
+        packed = np.frombuffer(bits, dtype=np.uint8)
+        allowed = np.unpackbits(packed, count=len(row), bitorder="little").view(np.bool_)
+        row[torch.from_numpy(~allowed).to(row.device)] = float("-inf")
 
 
 def _has_output_penalty(params: SamplingParams) -> bool:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 
 from workers.decoding.beam_search import Candidate
-from workers.engine.step import Sampled, SampleTask, SliceResult, StepPlan, StepResult
+from workers.engine.step import GrammarFailed, Sampled, SampleTask, SliceResult, StepPlan, StepResult
 from workers.kernels import Draw, Drawn, Kernels
 from workers.runtime.candidates import find_candidates
 from workers.runtime.logprobs import score_tokens
 from workers.runtime.sampler import BEST, draw_of, sample
-from workers.types import TokenLogprob
+from workers.types import INVALID_GRAMMAR, TokenLogprob
 
-_NON_FINITE = "the model produced a value that is not a finite number"
+_NON_FINITE = SliceResult(error="the model produced a value that is not a finite number")
 
 
 class _Use(NamedTuple):
@@ -47,7 +47,7 @@ class ResultBuilder:
         self._sampled: dict[int, list[Sampled]] = {}
         self._candidates: dict[int, tuple[Candidate, ...]] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
-        self._errors: dict[int, str] = {}
+        self._errors: dict[int, SliceResult] = {}
 
     @property
     def draws(self) -> Sequence[Draw]:
@@ -75,7 +75,7 @@ class ResultBuilder:
         assert self._taken == len(self._uses), "fewer logit rows than the plan asks for"
         return StepResult(
             slices=tuple(
-                SliceResult(error=self._errors[index])
+                self._errors[index]
                 if index in self._errors
                 else SliceResult(
                     sampled=tuple(self._sampled.get(index, ())),
@@ -87,6 +87,7 @@ class ResultBuilder:
         )
 
     def _sample(self, drawn: Drawn, uses: list[_Use], rows: list[int]) -> None:
+        rows = [row for row in rows if self._is_free(uses[row])]
         if not rows:
             return
         slices = [uses[row].slice for row in rows]
@@ -111,6 +112,16 @@ class ResultBuilder:
                 self._errors[uses[row].slice] = _NON_FINITE
             else:
                 self._candidates[uses[row].slice] = candidates
+
+    def _is_free(self, use: _Use) -> bool:
+        """Whether a token may be sampled: always, unless the grammar of the answer cannot go on."""
+        if use.task is not None and use.task.allowed is not None:
+            try:
+                use.task.allowed.bits(len(use.task.drafts))
+            except GrammarFailed as error:
+                self._errors[use.slice] = SliceResult(error=str(error), error_code=INVALID_GRAMMAR)
+                return False
+        return True
 
     def _score(self, logits: torch.Tensor, uses: list[_Use]) -> None:
         by_slice: dict[int, list[int]] = {}

@@ -16,6 +16,7 @@ from workers.decoding.beam_search import BeamSearch, Candidate, Hypothesis
 from workers.engine.engine import Engine
 from workers.engine.exchange import ExchangeSetup
 from workers.engine.fetch import KVPeers
+from workers.engine.grammars import GrammarBackend
 from workers.engine.leases import OfferListener
 from workers.engine.request import EngineLimits
 from workers.engine.step import Sampled, SampleTask, SequenceSlice, SliceResult, StepPlan, StepResult
@@ -48,7 +49,8 @@ def _choose(contents: Sequence[int], task: SampleTask) -> int:
     if task.params.temperature > 0:
         mix += 1_009 * task.choice + 7 * task.params.seed
     token_id = mix % (task.params.top_k or VOCAB)
-    while token_id in task.forbidden_token_ids:
+    bits = task.allowed.bits(len(task.drafts)) if task.allowed is not None else None
+    while token_id in task.forbidden_token_ids or (bits and not bits[token_id >> 3] >> (token_id & 7) & 1):
         token_id = (token_id + 1) % VOCAB
     return token_id
 
@@ -203,7 +205,8 @@ class ToyExecutor:
     def _result(self, piece: SequenceSlice) -> SliceResult:
         error = self.spoil(piece)
         if error is not None:
-            return SliceResult(error=error)
+            code = "invalid_schema" if piece.sample and piece.sample.allowed else "numerical_error"
+            return SliceResult(error=error, error_code=code)
         contents = []
         for position in range(piece.start + len(piece.token_ids)):
             content = self._pool[self._slot(piece, position)]
@@ -261,6 +264,7 @@ def make_engine(
     on_offer: OfferListener = lambda *_: None,
     transfer: TransferConfig | None = None,
     speculative: SpeculativeConfig | None = None,
+    grammars: GrammarBackend | None = None,
 ) -> tuple[Engine, ToyExecutor]:
     executor = ToyExecutor(num_blocks, block_size)
     engine = Engine(
@@ -275,6 +279,7 @@ def make_engine(
         ),
         executor=executor,
         speculative=speculative,
+        grammars=grammars,
         clock=clock,
         exchange=ExchangeSetup(peers=peers, on_offer=on_offer, transfer=transfer or TransferConfig()),
     )

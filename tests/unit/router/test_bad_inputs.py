@@ -61,7 +61,17 @@ BOTH = [
     Row({"bad_words": ["x"]}, "unsupported_parameter", "bad_words"),
     Row({"store": True}, "unsupported_parameter", "store"),
     Row({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
-    Row({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+    Row({"response_format": {"type": "json_object", "x": 1}}, "unknown_parameter", "response_format"),
+    Row({"response_format": {"type": "json_schema"}}, "invalid_schema", "response_format.json_schema"),
+    Row(
+        {"use_beam_search": True, "structured_outputs": {"regex": "a"}},
+        "unsupported_parameter",
+        "structured_outputs",
+    ),
+    Row({"structured_outputs": {"regex": 1}}, "invalid_type", "structured_outputs.regex"),
+    Row({"structured_outputs": {"json": [1]}}, "invalid_schema", "structured_outputs.json"),
+    Row({"structured_outputs": {"x": 1}}, "unsupported_parameter", "structured_outputs.x"),
+    Row({"structured_outputs": {"regex": "a", "json": {}}}, "invalid_value", "structured_outputs"),
     Row({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
     # Types: no silent casts.
     Row({"max_tokens": "5"}, "invalid_type", "max_tokens"),

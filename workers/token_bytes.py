@@ -5,17 +5,14 @@ that SentencePiece-like decoders drop at the very beginning of a text (`strips_f
 incremental decoding a table look-up: a token never changes the text before it.
 
 Covered: ByteLevel, Metaspace, byte fallback in the Llama manner, and plain concatenation (Fuse). Other
-decoders (WordPiece, CTC ...) have no such table; `detokenizer` then asks the tokenizer.
+decoders (WordPiece, CTC ...) have no such table.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _META = "▁"  # U+2581, SentencePiece's space
@@ -33,9 +30,11 @@ def byte_of_symbol() -> dict[str, int]:
 class TokenBytes:
     """Token id -> bytes, filled as ids are asked for. Any thread may read it: it only ever adds entries."""
 
-    def __init__(self, tokenizer: Tokenizer, decoder: Mapping[str, Any]) -> None:
-        """Raises ValueError when the decoder does not work token by token."""
-        self._tokenizer = tokenizer
+    def __init__(self, token_of: Callable[[int], str | None], decoder: Mapping[str, Any]) -> None:
+        """`token_of` gives a token as the vocabulary has it, None for an unknown id; `decoder` is the
+        tokenizer's as tokenizer.json has it, {} for none. Raises ValueError when that does not work token by
+        token."""
+        self._token_of = token_of
         steps = list(decoder.get("decoders", [decoder]))
         kinds = [step.get("type") for step in steps]
         self._byte_level = byte_of_symbol() if kinds == ["ByteLevel"] else None
@@ -66,7 +65,7 @@ class TokenBytes:
         return found
 
     def _compute(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
+        token = self._token_of(token_id)
         if token is None:
             return b""
         if self._byte_level is not None:
@@ -78,13 +77,3 @@ class TokenBytes:
         if self._meta is not None:
             token = token.replace(self._meta, " ")
         return token.encode("utf-8")
-
-
-def decoder_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The decoder as its JSON description; empty when the tokenizer has none."""
-    if tokenizer.decoder is None:
-        return {}
-    state = tokenizer.decoder.__getstate__()
-    described = json.loads(state)
-    assert isinstance(described, dict)
-    return described

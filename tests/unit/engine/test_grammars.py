@@ -1,0 +1,281 @@
+"""Requests with grammars in the engine: waiting for the compiler, masks, drafts, ends and failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.engine.toy import VOCAB, Transcript, make_engine, make_request, numbers
+from workers.config import SpeculativeConfig
+from workers.engine.engine import Engine
+from workers.engine.grammars import COMPILE_TIMEOUT_S, AnswerEnd, GrammarRefused
+from workers.engine.loop import EngineLoop, StepOutput
+from workers.engine.step import GrammarFailed
+from workers.types import (
+    BeamParams,
+    BegunChoice,
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    GrammarKind,
+    RequestId,
+    RequestRefused,
+)
+
+EOS = 96
+GUESSES = SpeculativeConfig(method="prompt_lookup", max_draft_tokens=4)
+
+
+class Rising:
+    """Tokens of one residue class only, `most` of them. Implements CompiledGrammar and GrammarState."""
+
+    def __init__(self, modulus: int, most: int, end: AnswerEnd | None = None) -> None:
+        self.modulus, self.most, self.end = modulus, most, end
+        self.output: list[int] = []
+        self.rows: list[bytes] = []
+        self.fails_after: int | None = None
+
+    def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
+        state = Rising(self.modulus, self.most, end)
+        state.fails_after = self.fails_after
+        if state.num_allowed(output) < len(output):
+            raise GrammarRefused("the tokens do not fit")
+        state.output += output
+        return state
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.output) == self.most
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        room = self.most - len(self.output)
+        good = 0
+        while good < min(room, len(token_ids)) and token_ids[good] % self.modulus == 0:
+            good += 1
+        return good
+
+    def accept(self, token_id: int) -> None:
+        assert self.num_allowed([token_id]) == 1
+        self.output.append(token_id)
+
+    def fill(self, drafts: Sequence[int]) -> None:
+        assert self.num_allowed(drafts) == len(drafts), "drafts were not cut"
+        assert self.end is not None
+        allowed = sum(1 << token for token in range(VOCAB - 1) if token % self.modulus == 0)
+        row = (allowed | sum(1 << token for token in self.end.token_ids)).to_bytes(VOCAB // 8 + 1, "little")
+        self.rows = [row] * (len(drafts) + 1)
+
+    def bits(self, num_drafts: int) -> bytes | None:
+        if self.fails_after is not None and len(self.output) >= self.fails_after:
+            raise GrammarFailed("it is spent")
+        return self.rows[num_drafts]
+
+
+class Backend:
+    """Compiles "modulus most"; "bad" is refused, and `gate` holds everything up."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.compiled: list[str] = []
+        self.fails_after: int | None = None
+
+    def compile(self, grammar: Grammar) -> Rising:
+        assert self.gate.wait(20)
+        self.compiled.append(grammar.text)
+        if grammar.text == "bad":
+            raise GrammarRefused("it is bad")
+        if grammar.text == "broken":
+            raise ValueError("a bug")
+        modulus, most = map(int, grammar.text.split())
+        rising = Rising(modulus, most)
+        rising.fails_after = self.fails_after
+        return rising
+
+
+def with_grammar(request: GenerateRequest, text: str) -> GenerateRequest:
+    return replace(request, grammar=Grammar(kind=GrammarKind.REGEX, text=text))
+
+
+def engine_of(backend: Backend | None, **options: object) -> Engine:
+    return make_engine(grammars=backend, eos=(EOS,), **options)[0]  # type: ignore[arg-type]
+
+
+def settled(engine: Engine, transcript: Transcript | None = None, timeout_s: float = 20.0) -> Transcript:
+    """As `run`, with time for the compile threads."""
+    transcript = transcript or Transcript()
+    deadline = time.monotonic() + timeout_s
+    while engine.has_work():
+        assert time.monotonic() < deadline
+        chunks = engine.step()
+        transcript.take(chunks)
+        engine.check_integrity()
+        if not chunks:
+            time.sleep(0.001)
+    return transcript
+
+
+def test_answers_follow_and_end_with_their_grammar() -> None:
+    engine = engine_of(Backend())
+    engine.add(with_grammar(make_request("a", numbers(20), 12, num_choices=2, temperature=1.0), "3 6"))
+    engine.add(make_request("free", numbers(9, 1), 12))
+    found = settled(engine)
+    for choice in (0, 1):
+        tokens = found.tokens["a", choice]
+        if tokens[-1] == EOS:
+            tokens = tokens[:-1]
+        else:
+            assert len(tokens) == 6 and found.last["a", choice].stop_token_id is None
+        assert all(token % 3 == 0 for token in tokens)
+        assert found.reason("a", choice) is FinishReason.STOP
+    assert any(token % 3 for token in found.tokens["free", 0])
+
+
+@pytest.mark.parametrize("text", ["2 30", "5 17"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_the_same_with_guesses_chunks_and_little_memory(text: str, block_size: int) -> None:
+    def answers(**options: object) -> dict[tuple[str, int], list[int]]:
+        engine = engine_of(Backend(), block_size=block_size, **options)
+        for name in ("a", "b", "c"):
+            request = make_request(name, numbers(25, ord(name)), 24, num_choices=2, temperature=1.0, top_k=20)
+            engine.add(with_grammar(request, text))
+        return settled(engine).tokens
+
+    plain = answers(num_blocks=2048 // block_size)
+    assert answers(num_blocks=2048 // block_size, speculative=GUESSES) == plain
+    assert answers(num_blocks=2048 // block_size, max_step_tokens=7, max_prefill_chunk=5) == plain
+    assert answers(num_blocks=100 // block_size, expected_output_tokens=1) == plain  # with preemptions
+
+
+def test_others_run_while_one_waits_for_the_compiler() -> None:
+    backend = Backend()
+    backend.gate.clear()
+    engine = engine_of(backend)
+    engine.add(with_grammar(make_request("slow", numbers(20), 4), "2 4"))
+    assert engine.step() == [] and not engine.can_step() and engine.has_timers()
+    engine.add(make_request("free", numbers(9, 1), 4))
+    found = Transcript()
+    while ("free", 0) not in found.last:
+        found.take(engine.step())
+    assert engine.stats().num_waiting == 1 and engine.step() == []
+    backend.gate.set()
+    settled(engine, found)
+    assert len(found.tokens["slow", 0]) == 4
+
+
+def test_a_compiled_grammar_is_kept() -> None:
+    backend = Backend()
+    engine = engine_of(backend)
+    for name in ("a", "b"):
+        engine.add(with_grammar(make_request(name, numbers(5), 3), "2 3"))
+        settled(engine)
+    assert backend.compiled == ["2 3"]
+
+
+def test_refusals() -> None:
+    backend = Backend()
+    engine = engine_of(backend)
+    for name, text in (("a", "bad"), ("b", "broken")):
+        engine.add(with_grammar(make_request(name, numbers(5), 3, num_choices=2), text))
+    found = settled(engine)
+    for key in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
+        assert found.last[key].error_code == "invalid_schema"
+    assert found.last["a", 0].error == "The grammar of this request cannot be used: it is bad."
+    with pytest.raises(RequestRefused, match="it is bad") as refused:  # without a second look
+        engine.add(with_grammar(make_request("c", numbers(5), 3), "bad"))
+    assert refused.value.code == "invalid_schema"
+    with pytest.raises(RequestRefused, match="65537 bytes: it must have 1 to 65536"):
+        engine.add(with_grammar(make_request("d", numbers(5), 3), "x" * 65_537))
+    searching = replace(make_request("f", numbers(5), 3), beam=BeamParams(width=2))
+    with pytest.raises(RequestRefused, match="A beam search cannot follow a grammar"):
+        engine.add(with_grammar(searching, "2 3"))
+    with pytest.raises(RequestRefused, match="llguidance is not installed"):
+        engine_of(None).add(with_grammar(make_request("e", numbers(5), 3), "2 3"))
+
+
+def test_an_overdue_compilation_is_given_up_and_an_abort_forgets_it() -> None:
+    backend, now = Backend(), [0.0]
+    backend.gate.clear()
+    engine = engine_of(backend, clock=lambda: now[0])
+    for name in ("a", "b", "c"):  # two threads: the third waits for one
+        engine.add(with_grammar(make_request(name, numbers(5), 3), f"2 {ord(name)}"))
+    engine.add(with_grammar(make_request("gone", numbers(5), 3), "2 1"))
+    engine.step()
+    engine.abort(RequestId("gone"))
+    now[0] = COMPILE_TIMEOUT_S + 1
+    found = Transcript()
+    found.take(engine.step())
+    assert [found.last[name, 0].error_code for name in "abc"] == ["invalid_schema"] * 2 + ["queue_full"]
+    assert not engine.has_work() and not engine.has_timers()
+    backend.gate.set()
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request() -> None:
+    """The others' tokens and its own computed blocks are sound."""
+    backend = Backend()
+    backend.fails_after = 3
+    engine, executor = make_engine(grammars=backend, eos=(EOS,))
+    executor.spoil = lambda piece: _failure_of(piece.sample.allowed if piece.sample else None)
+    engine.add(with_grammar(make_request("a", numbers(20), 9), "2 9"))
+    engine.add(make_request("free", numbers(9, 1), 9))
+    found = settled(engine)
+    assert len(found.tokens["a", 0]) == 3
+    assert (found.last["a", 0].error_code, found.last["a", 0].error) == ("invalid_schema", "it is spent")
+    assert len(found.tokens["free", 0]) == 9
+
+
+def test_a_choice_that_another_group_has_begun_goes_on() -> None:
+    request = with_grammar(make_request("a", numbers(20), 12, temperature=1.0), "3 8")
+    whole = settled_tokens(request)
+    for count in range(1, len(whole) - 1):
+        begun = replace(request, begun=(BegunChoice(choice=0, token_ids=tuple(whole[:count])),))
+        assert settled_tokens(begun) == whole[count:]
+    wrong = replace(request, begun=(BegunChoice(choice=0, token_ids=(1,)),))
+    engine = engine_of(Backend())
+    engine.add(wrong)
+    assert settled(engine).last["a", 0].error_code == "invalid_schema"
+
+
+def test_the_loop_wakes_up_for_a_compiled_grammar() -> None:
+    backend = Backend()
+    backend.gate.clear()
+    engine = engine_of(backend)
+    ended = threading.Event()
+    outputs: list[StepOutput] = []
+
+    def take(output: StepOutput) -> None:
+        outputs.append(output)
+        if any(chunk.finish_reason is not None for chunk in output.chunks):
+            ended.set()
+
+    loop = EngineLoop(engine, take)
+    loop.start()
+    try:
+        loop.submit(with_grammar(make_request("a", numbers(5), 3), "2 3"))
+        time.sleep(0.05)
+        released_s = time.monotonic()
+        backend.gate.set()
+        assert ended.wait(10)
+        assert time.monotonic() - released_s < 0.9  # not by the timer of an idle loop
+    finally:
+        loop.stop(10)
+
+
+def settled_tokens(request: GenerateRequest) -> list[int]:
+    engine = engine_of(Backend())
+    engine.add(request)
+    return settled(engine).tokens["a", 0]
+
+
+def _failure_of(allowed: object) -> str | None:
+    bits: Callable[[int], bytes] | None = getattr(allowed, "bits", None)
+    try:
+        if bits is not None:
+            bits(0)
+    except GrammarFailed as error:
+        return str(error)
+    return None

@@ -1,0 +1,273 @@
+"""Grammars that answers must follow: compiled beside the engine's thread, masks filled beside its steps.
+
+    want(sequences) -> [ compile thread ] -> collect(): the sequences get their states, or the request ends
+    start(sequences, slices) -> [ mask thread ] -> bits(), as the sampler asks for them
+
+A request waits in its place in the queue while its grammar is compiled, and is passed over until then. What
+has been compiled, or refused, is remembered. A state goes forward token by token with its sequence and
+outlives a preemption; a choice that another group has begun is replayed from its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from workers.engine.step import AllowedTokens, SequenceSlice
+from workers.types import INVALID_GRAMMAR, Grammar, RequestRefused
+
+if TYPE_CHECKING:
+    from workers.engine.sequence import Sequence as EngineSequence
+
+COMPILE_TIMEOUT_S = 5.0
+_MASK_TIMEOUT_S = 10.0
+_COMPILE_THREADS = 2  # one slow grammar does not hold up all others
+_MAX_PENDING = 256  # different grammars that are being compiled or wait for it
+_MAX_KEPT = 64  # compiled grammars
+
+
+class GrammarRefused(Exception):
+    """A grammar that cannot be compiled, or not within the limits."""
+
+    def __init__(self, message: str, *, code: str = INVALID_GRAMMAR) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+    @property
+    def sentence(self) -> str:
+        """For the client."""
+        is_grammar = self.code == INVALID_GRAMMAR
+        return f"The grammar of this request cannot be used: {self.message}." if is_grammar else self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerEnd:
+    """How an answer may end, besides its grammar."""
+
+    token_ids: tuple[int, ...]  # allowed where the grammar may end, and nowhere else unless it has them
+    min_tokens: int  # they are not, before so many; but where nothing else can follow, the answer ends
+
+
+class GrammarState(AllowedTokens, Protocol):
+    """How far one answer has come in its grammar. Used by one thread at a time."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow."""
+        ...
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of them, from the first on, the grammar goes on with. Changes nothing."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The answer goes on with this token, which is none that ends it."""
+        ...
+
+    def fill(self, drafts: Sequence[int]) -> None:
+        """Finds what `bits` gives out, for the next token and the one after each of the drafts, all of which
+        the grammar allows. The state stays where it is."""
+        ...
+
+
+class CompiledGrammar(Protocol):
+    """A grammar that any number of answers can follow."""
+
+    def begin(self, end: AnswerEnd, output: Sequence[int]) -> GrammarState:
+        """For an answer that has these tokens already. Raises GrammarRefused when they do not fit."""
+        ...
+
+
+class GrammarBackend(Protocol):
+    """Compiles; called in threads of `Grammars`."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises GrammarRefused. Must let other threads run."""
+        ...
+
+
+class GrammarCursor:
+    """The state of one sequence, used in turn by the engine's thread and the mask thread."""
+
+    def __init__(self, state: GrammarState) -> None:
+        self._state = state
+        self._filling: Future[None] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self._state.is_complete
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """See GrammarState."""
+        return self._settled().num_allowed(token_ids)
+
+    def accept(self, token_id: int) -> None:
+        """See GrammarState."""
+        self._settled().accept(token_id)
+
+    def bits(self, num_drafts: int) -> bytes | None:
+        """See AllowedTokens."""
+        return self._settled().bits(num_drafts)
+
+    def fill(self, drafts: Sequence[int]) -> None:
+        """In the mask thread."""
+        self._state.fill(drafts)
+
+    def filled_by(self, filling: Future[None]) -> None:
+        """Whoever asks next waits for it."""
+        self._filling = filling
+
+    def _settled(self) -> GrammarState:
+        if self._filling is not None:
+            self._filling.result(_MASK_TIMEOUT_S)
+            self._filling = None
+        return self._state
+
+
+@dataclass(slots=True)
+class _Waiting:
+    sequences: list[EngineSequence]
+    grammar: Grammar
+    since_s: float
+
+
+class Grammars:
+    """Of one engine. The engine's thread calls everything."""
+
+    def __init__(self, backend: GrammarBackend | None, clock: Callable[[], float]) -> None:
+        """backend None: requests with a grammar are refused. clock: monotonic seconds."""
+        self._backend = backend
+        self._clock = clock
+        self.on_news: Callable[[], None] = lambda: None  # called in a compile thread
+        self.has_news = False  # collect() has something to do
+        self._kept: OrderedDict[Grammar, CompiledGrammar | GrammarRefused] = OrderedDict()  # newest last
+        self._compiling: dict[Grammar, Future[CompiledGrammar]] = {}
+        self._waiting: list[_Waiting] = []
+        self._compilers: ThreadPoolExecutor | None = None  # threads once they are needed
+        self._filler: ThreadPoolExecutor | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammars are being compiled."""
+        return len(self._waiting)
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises RequestRefused when it is known already that a request cannot have it."""
+        if self._backend is None:
+            raise RequestRefused(
+                "Answers cannot follow a grammar here: the package llguidance is not installed on the "
+                "machine of this worker group.",
+                code="unsupported_parameter",
+            )
+        known = self._kept.get(grammar)
+        if isinstance(known, GrammarRefused):
+            raise RequestRefused(known.sentence, code=known.code)
+        if known is None and len(self._compiling) >= _MAX_PENDING:
+            raise RequestRefused(
+                f"{_MAX_PENDING} grammars are waiting to be compiled. Try again later.", code="queue_full"
+            )
+
+    def want(self, sequences: list[EngineSequence], grammar: Grammar) -> None:
+        """The sequences of one request, which check() has let through, are to follow this grammar."""
+        assert self._backend is not None
+        waiting = _Waiting(sequences, grammar, self._clock())
+        sequences[0].parent.awaits_grammar = True
+        if (known := self._kept.get(grammar)) is not None:
+            self._kept.move_to_end(grammar)
+            self.has_news = True
+        elif grammar not in self._compiling:
+            if self._compilers is None:
+                self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar-compile")
+            future = self._compiling[grammar] = self._compilers.submit(self._backend.compile, grammar)
+            future.add_done_callback(self._compiled)
+        assert not isinstance(known, GrammarRefused)
+        self._waiting.append(waiting)
+
+    def collect(self) -> list[tuple[EngineSequence, GrammarRefused]]:
+        """Gives sequences the states that are ready; returns one of each request that cannot have any."""
+        self.has_news = False
+        self._keep_compiled()
+        refused: list[tuple[EngineSequence, GrammarRefused]] = []
+        left: list[_Waiting] = []
+        for waiting in self._waiting:
+            parent = waiting.sequences[0].parent
+            if parent.num_unfinished == 0:  # aborted
+                continue
+            known = self._kept.get(waiting.grammar)
+            try:
+                if known is None:
+                    self._check_overdue(waiting)
+                    left.append(waiting)
+                    continue
+                if isinstance(known, GrammarRefused):
+                    raise known
+                _attach(known, waiting.sequences)
+                parent.awaits_grammar = False
+            except GrammarRefused as error:
+                refused.append((waiting.sequences[0], error))
+        self._waiting = left
+        while len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return refused
+
+    def start(self, sequences: Sequence[EngineSequence], slices: Sequence[SequenceSlice]) -> None:
+        """Has the masks filled for what the step samples: a slice for each of the sequences, in order, and
+        after each of its drafts. Slices after these are of searches, which follow no grammar."""
+        work = [
+            (sequence.grammar, piece.drafts)
+            for sequence, piece in zip(sequences, slices, strict=False)
+            if sequence.grammar is not None and piece.sample is not None
+        ]
+        if not work:
+            return
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, "grammar-masks")
+        filling = self._filler.submit(_fill, work)
+        for cursor, _ in work:
+            cursor.filled_by(filling)
+
+    def _compiled(self, _future: Future[CompiledGrammar]) -> None:
+        self.has_news = True
+        self.on_news()
+
+    def _keep_compiled(self) -> None:
+        for grammar, future in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[grammar]
+            if future.cancelled():
+                continue
+            error = future.exception()
+            if error is not None and not isinstance(error, GrammarRefused):
+                error = GrammarRefused(f"The grammar could not be compiled ({type(error).__name__}).")
+            self._kept[grammar] = future.result() if error is None else error
+
+    def _check_overdue(self, waiting: _Waiting) -> None:
+        """Raises GrammarRefused when a request has waited for too long."""
+        if self._clock() - waiting.since_s <= COMPILE_TIMEOUT_S:
+            return
+        future = self._compiling.get(waiting.grammar)
+        if future is None or future.cancel():
+            self._compiling.pop(waiting.grammar, None)
+            raise GrammarRefused("Too many grammars are being compiled. Try again later.", code="queue_full")
+        raise GrammarRefused(f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile: make it smaller")
+
+
+def _attach(grammar: CompiledGrammar, sequences: list[EngineSequence]) -> None:
+    for sequence in sequences:
+        parent = sequence.parent
+        end = AnswerEnd(
+            token_ids=tuple(sorted(parent.end_ids)), min_tokens=parent.request.sampling.min_tokens
+        )
+        sequence.grammar = GrammarCursor(grammar.begin(end, sequence.output))
+        assert sequence.task is not None
+        sequence.task = replace(sequence.task, allowed=sequence.grammar)
+
+
+def _fill(work: Sequence[tuple[GrammarCursor, Sequence[int]]]) -> None:
+    for cursor, drafts in work:
+        cursor.fill(drafts)

@@ -1,0 +1,1 @@
+"""Grammars for answers: compiled and turned into sets of allowed tokens by llguidance."""

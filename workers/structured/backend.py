@@ -1,0 +1,76 @@
+"""Compiles grammars with llguidance, within limits.
+
+What a hostile grammar can cost: compiling is bounded by the size of its text, by llguidance's limits and by
+the deadline of `workers.engine.grammars`; each token by the limits of a step and the budget of an answer (see
+`matching`). Memory: the states of a lexer, about 1 kB each.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from workers.engine.grammars import GrammarRefused
+from workers.engine.step import GrammarFailed
+from workers.structured.matching import LlguidanceGrammar, check_first
+from workers.structured.source import source_of
+from workers.structured.vocabulary import VocabularyUnknown, read_vocabulary
+from workers.types import Grammar, GrammarKind
+
+_MAX_LEXER_STATES = 20_000
+_MAX_MESSAGE = 500
+_PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
+
+
+class LlguidanceBackend:
+    """Implements `workers.engine.grammars.GrammarBackend`. Of one model; any thread may use it."""
+
+    def __init__(self, folder: str | Path, vocab_size: int) -> None:
+        """folder: of the checkpoint. Reads nothing yet."""
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | str | None = None  # a text: why there is none
+
+    def warm(self) -> None:
+        """Reads the vocabulary, which otherwise happens with the first grammar and holds the interpreter for
+        a second or two."""
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = read_vocabulary(self._folder, self._vocab_size)
+                except VocabularyUnknown as error:
+                    self._tokenizer = str(error)
+
+    def compile(self, grammar: Grammar) -> LlguidanceGrammar:
+        """Blocks, and lets other threads run. Raises GrammarRefused."""
+        self.warm()
+        if not isinstance(self._tokenizer, LLTokenizer):
+            raise GrammarRefused(
+                f"This model's answers cannot follow a grammar: {self._tokenizer}.",
+                code="unsupported_parameter",
+            )
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, source_of(grammar), log_level=0, limits=limits)
+        problem = matcher.get_error() if matcher.is_error() else ""
+        if not problem:
+            try:
+                check_first(matcher, self._vocab_size)
+            except GrammarFailed as error:
+                problem = f"no answer can follow it: {error}"
+        if problem:
+            raise GrammarRefused(_message(problem, grammar.kind))
+        return LlguidanceGrammar(matcher, self._vocab_size)
+
+
+def _message(problem: str, kind: GrammarKind) -> str:
+    """One line, without the source that llguidance repeats below its message. Line numbers are of the
+    grammar's own text, and left out where that is no grammar."""
+    if (place := _PLACE.match(problem)) is not None:
+        line = f"line {int(place[1]) - 1}: " if kind is GrammarKind.LARK else ""
+        problem = line + problem[place.end() :]
+    words = problem.partition("\n   1 | ")[0].replace("<non-verbose/>", "").split()
+    return " ".join(words)[:_MAX_MESSAGE]
