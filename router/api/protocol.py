@@ -71,7 +71,9 @@ class GenerationFields(Strict):
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None  # of a beam search: its width
+    best_of: Annotated[int, Field(ge=1)] | None = (
+        None  # so many are made, the best n given out; a beam's width
+    )
     use_beam_search: bool = False
     length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
     early_stopping: bool | Literal["never"] = False
@@ -257,8 +259,11 @@ def _check_choices(request: GenerationFields, settings: RouterSettings) -> None:
             raise invalid(f"best_of ({request.best_of}) must be at least n ({request.n}).", param="best_of")
         if request.best_of > 1 and request.stream:
             raise invalid("best_of above 1 cannot be streamed.", param="best_of")
-        if request.best_of > request.n and not request.use_beam_search:
-            raise unsupported("best_of", f"above n ({request.n}) needs use_beam_search")
+        is_sampled_chat = isinstance(request, ChatRequest) and not request.use_beam_search
+        if request.best_of > request.n and is_sampled_chat:
+            raise unsupported(
+                "best_of", f"above n ({request.n}) belongs to {_COMPLETIONS} or needs use_beam_search"
+            )
 
 
 def _check_beam(request: GenerationFields) -> None:

@@ -64,6 +64,12 @@ class ChoiceAnswer:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def mean_logprob(self) -> float:
+        """Per token, of those that have one; -inf without any."""
+        known = [entry.logprob for entry in self.logprobs if entry is not None]
+        return sum(known) / len(known) if known else float("-inf")
+
     def add(self, delta: Delta) -> None:
         """The next delta of this choice."""
         self.text.append(delta.text)
@@ -72,6 +78,18 @@ class ChoiceAnswer:
         self.offsets += delta.offsets
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+
+
+def best_answers(answers: Sequence[ChoiceAnswer], num_choices: int, num_best: int) -> list[ChoiceAnswer]:
+    """Of every `num_choices` answers, one prompt's, the `num_best` with the highest log-probability per
+    token (OpenAI's rule for best_of), best first; of equals the first."""
+    best: list[ChoiceAnswer] = []
+    for first in range(0, len(answers), num_choices):
+        of_prompt = sorted(
+            answers[first : first + num_choices], key=lambda answer: answer.mean_logprob, reverse=True
+        )
+        best += of_prompt[:num_best]
+    return best
 
 
 class AnswerWriter:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from router.admission import Admission, AdmittedRequest
 from router.api.errors import internal_error, invalid
 from router.dispatch.interface import Dispatcher, Unavailable
-from router.serving.answers import DONE, AnswerWriter, ChoiceAnswer, PromptAnswer, Usage
+from router.serving.answers import DONE, AnswerWriter, ChoiceAnswer, PromptAnswer, Usage, best_answers
 from router.serving.choice import Choice, Delta, prompt_text
 from router.serving.explain import prompt_id
 from router.serving.merge import merged
@@ -99,6 +99,8 @@ class Generation:
         async with aclosing(self._events(work, progress)) as events:
             async for choice, delta in events:
                 answers[choice.index].add(delta)
+        if work.num_best is not None:
+            answers = best_answers(answers, work.num_choices, work.num_best)
         writer = self._writer(work)
         if work.num_logprobs is None:
             return writer.whole(progress.prompts, answers, progress.usage)

@@ -244,6 +244,9 @@ class Preparer:
                 f"min_tokens ({request.min_tokens}) is above max_tokens ({min(budgets)}).", param="min_tokens"
             )
         beam = request.beam
+        num_choices, num_best = request.n, None
+        if beam is None and request.best_of is not None and request.best_of > request.n:
+            num_choices, num_best = request.best_of, request.n
         params = SamplingParams(
             max_tokens=0,
             min_tokens=request.min_tokens,
@@ -257,7 +260,7 @@ class Preparer:
             logit_bias=tuple((int(key), float(value)) for key, value in request.logit_bias.items()),
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
-            num_logprobs=num_logprobs,
+            num_logprobs=0 if num_logprobs is None and num_best is not None else num_logprobs,
         )
         options = request.stream_options
         # The key's tenant first, so that a salt from outside only ever separates further.
@@ -279,7 +282,8 @@ class Preparer:
                 )
                 for budget in budgets
             ),
-            num_choices=request.n,
+            num_choices=num_choices,
+            num_best=num_best,
             beam=beam,
             cache_salt=salt,
             stops=request.stops,

@@ -41,6 +41,7 @@ class Work:
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[SamplingParams, ...]  # one per prompt: budgets and drawn seeds differ
     num_choices: int
+    num_best: int | None = None  # so many of each prompt's choices are given out, the best; None: all
     beam: BeamParams | None  # the choices are the best of a search; None: each is sampled
     cache_salt: str
     stops: tuple[str, ...] = ()

@@ -54,11 +54,41 @@ def test_choices(tiny: Tiny, tiny_server: Serving) -> None:
     assert alone == seeded[:1]
 
 
+def test_best_of(tiny_server: Serving) -> None:
+    """The best of all that the same request with n = best_of gives, by log-probability per token; all are
+    paid for. A stop id makes their lengths differ."""
+    body = {
+        "prompt": ["abc", "xyzxyz"],
+        "max_tokens": 12,
+        "seed": 7,
+        "logprobs": 1,
+        "stop_token_ids": [*range(9, 40)],
+    }
+    all_six = tiny_server.whole(COMPLETIONS, {**body, "n": 6})
+    best = tiny_server.whole(COMPLETIONS, {**body, "n": 2, "best_of": 6})
+
+    def mean(choice: dict[str, Any]) -> float:
+        found = choice["logprobs"]["token_logprobs"]
+        return float(sum(found) / len(found))
+
+    expected = []
+    for prompt in (all_six["choices"][:6], all_six["choices"][6:]):
+        assert len({len(choice["logprobs"]["tokens"]) for choice in prompt}) > 1
+        expected += sorted(prompt, key=mean, reverse=True)[:2]
+    assert [{**choice, "index": 0} for choice in best["choices"]] == [
+        {**choice, "index": 0} for choice in expected
+    ]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert best["usage"]["completion_tokens"] == all_six["usage"]["completion_tokens"]
+    plain = tiny_server.whole(COMPLETIONS, {**body, "logprobs": None, "n": 2, "best_of": 6})
+    assert [choice["text"] for choice in plain["choices"]] == [choice["text"] for choice in expected]
+    assert all(choice["logprobs"] is None for choice in plain["choices"])
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"n": 4, "best_of": 2},
-        {"n": 2, "best_of": 6},
         {"n": 1, "best_of": 3, "stream": True},
         {"n": 0},
         {"n": -1},

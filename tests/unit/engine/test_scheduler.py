@@ -277,3 +277,17 @@ def test_a_chunk_reserved_before_its_sequence_was_preempted_is_dropped() -> None
     assert engine.stats().preemptions_total > 0
     for request in requests:
         assert transcript.tokens[request.request_id, 0] == reference(request)
+
+
+def test_choices_share_the_full_blocks_of_their_prompt() -> None:
+    """The last, partial one is computed again by each choice: nothing is copied, nothing forked."""
+    engine, executor = make_engine(block_size=4, num_blocks=64)
+    engine.add(
+        make_request("a", numbers(10), 3, num_choices=5, temperature=1.0)
+    )  # 2 full blocks and 2 tokens
+    engine.step()  # the first choice computes the prompt
+    assert executor.num_computed_tokens == 10 and engine.stats().active_blocks == 3
+    engine.step()  # the others what is left of it, and their first token
+    assert executor.num_computed_tokens == 10 + 1 + 4 * 2
+    assert engine.stats().active_blocks == 2 + 5  # shared, and one each
+    run(engine)
