@@ -67,8 +67,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": (),
     "tools": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
     "web_search_options": (),
 }
 

@@ -69,6 +69,10 @@ class GenerationFields(Strict):
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = (
+        None  # -1: what max_tokens leaves of the context
+    )
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are cut; left when not given
     return_token_ids: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = (
@@ -77,6 +81,11 @@ class GenerationFields(Strict):
     use_beam_search: bool = False
     length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
     early_stopping: bool | Literal["never"] = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its prompt may be cut to fit."""
+        return self.truncate_prompt_tokens is not None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -106,7 +115,13 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    truncation: Literal["auto", "disabled"] = "disabled"  # auto: the oldest turns are dropped until it fits
     add_special_tokens: bool = False  # the template writes them
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its prompt may be cut to fit."""
+        return self.truncation == "auto" or self.truncate_prompt_tokens is not None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -179,6 +194,8 @@ def parse_chat(body: Mapping[str, Any], settings: RouterSettings) -> ChatRequest
             "add_generation_prompt and continue_final_message exclude each other.",
             param="continue_final_message",
         )
+    if request.truncation == "auto" and request.truncate_prompt_tokens is not None:
+        raise invalid("truncation and truncate_prompt_tokens exclude each other.", param="truncation")
     return request
 
 
@@ -305,6 +322,13 @@ def _check_shared(request: GenerationFields, settings: RouterSettings) -> None:
             )
     if len(request.stop_token_ids) > settings.max_stop_token_ids:
         raise invalid(f"stop_token_ids: at most {settings.max_stop_token_ids} ids.", param="stop_token_ids")
+    if request.truncate_prompt_tokens == 0:
+        raise invalid(
+            "truncate_prompt_tokens is 0, which leaves no prompt: it must be -1 or above 0.",
+            param="truncate_prompt_tokens",
+        )
+    if request.truncation_side is not None and request.truncate_prompt_tokens is None:
+        raise invalid("truncation_side needs truncate_prompt_tokens.", param="truncation_side")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream to be true.", param="stream_options")
     if len(request.logit_bias) > settings.max_logit_bias:

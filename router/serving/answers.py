@@ -15,6 +15,7 @@ from typing import Any
 
 from router.serving.choice import Delta, PromptText
 from router.serving.logprobs import chat_entry, completion_logprobs
+from router.serving.truncation import Truncation
 from router.serving.work import Endpoint, Work
 from router.text.tokenizer import TextTokenizer
 from workers.types import TokenLogprob
@@ -32,15 +33,19 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    truncation: Truncation | None = None  # of the prompts, where they might be cut
 
     def json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
+        """OpenAI's usage object, and what was cut of the prompts."""
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.truncation is not None:
+            usage["truncation"] = self.truncation.json()
+        return usage
 
 
 @dataclass(slots=True)

@@ -154,7 +154,12 @@ class Generation:
                 prompts[index].echo = echo
                 for choice in choices[index * count : (index + 1) * count]:
                     choice.start_at(len(echo.text))
-        return _Progress(choices, prompts, Usage(work.num_prompt_tokens), unfinished=len(choices))
+        return _Progress(
+            choices,
+            prompts,
+            Usage(work.num_prompt_tokens, truncation=work.truncation),
+            unfinished=len(choices),
+        )
 
     async def _events(self, work: Work, progress: _Progress) -> AsyncGenerator[tuple[Choice, Delta], None]:
         """(choice, what a chunk adds to it), until every choice has ended. Counts the request."""

@@ -6,7 +6,7 @@ before any group hears of it. Engines check again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from router.api.protocol import (
     TokenizeRequest,
 )
 from router.api.structured import asked_grammar
+from router.serving.truncation import Truncation, cut, shorter_chats
 from router.serving.work import Endpoint, ModelLimits, Work
 from router.settings import RouterSettings
 from router.telemetry.waterfall import PrepareTimes
@@ -75,30 +76,49 @@ class Preparer:
     async def chat(self, request: ChatRequest, arrival: Arrival) -> Work:
         """One prompt, from the messages."""
         limits = arrival.limits
-        prompt, render_s = await self._chat_ids(
-            request.messages,
-            limits,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            add_special_tokens=request.add_special_tokens,
-        )
         budget = request.max_completion_tokens or request.max_tokens
+        room = limits.max_model_len - (budget or 1)
+        messages = check_messages(request.messages)
+        prompt, render_s = await self._messages_ids(messages, request, limits)
+        num_whole, num_dropped = len(prompt), 0
+        if request.truncation == "auto" and num_whole > room:
+            shorter = shorter_chats(messages)
+            first, last = 0, len(shorter) - 1  # the least that has to be dropped is the first one that fits
+            while first <= last:
+                middle = (first + last) // 2
+                tried = await self._messages_ids(shorter[middle], request, limits)
+                render_s += tried.render_s
+                if len(tried.ids) <= room:
+                    prompt, num_dropped, last = tried.ids, len(messages) - len(shorter[middle]), middle - 1
+                else:
+                    first = middle + 1
+        prompt = _cut(prompt, request, room)
         budgets = [_budget(len(prompt), budget, limits.max_model_len - len(prompt), limits, "messages")]
-        return self._work(request, arrival, [prompt], budgets, render_s)
+        work = self._work(request, arrival, [prompt], budgets, render_s)
+        if not request.is_cut:
+            return work
+        found = Truncation(dropped_messages=num_dropped, dropped_tokens=num_whole - len(prompt))
+        return replace(work, truncation=found)
 
     async def completion(self, request: CompletionRequest, arrival: Arrival) -> Work:
         """One prompt or several."""
         limits, prompts = arrival.limits, []
         for prompt in self._split_prompts(request.prompt, limits):
             if isinstance(prompt, str):
-                prompts.append(await self._text_ids(prompt, limits, request.add_special_tokens))
+                special = request.add_special_tokens
+                prompts.append(await self._text_ids(prompt, limits, special, any_length=request.is_cut))
             else:
                 prompts.append(prompt)
+        asked = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        num_whole = sum(map(len, prompts))
+        prompts = [_cut(prompt, request, limits.max_model_len - asked) for prompt in prompts]
         budgets = [
             _budget(len(prompt), request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt")
             for prompt in prompts
         ]
         work = self._work(request, arrival, prompts, budgets)
+        if request.is_cut:
+            work = replace(work, truncation=Truncation(dropped_tokens=num_whole - work.num_prompt_tokens))
         if not request.echo:
             return work
         scored = request.logprobs
@@ -111,7 +131,7 @@ class Preparer:
         """Token ids for /tokenize."""
         if request.messages is not None:
             tokenized = await self._chat_ids(
-                request.messages,
+                check_messages(request.messages),
                 limits,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=False,
@@ -159,8 +179,11 @@ class Preparer:
             prompts.append(entry if isinstance(entry, str) else _checked_ids(entry, limits.vocab_size, path))
         return prompts
 
-    async def _text_ids(self, text: str, limits: ModelLimits, add_special_tokens: bool) -> list[int]:
-        self._check_chars(len(text), limits, "prompt")
+    async def _text_ids(
+        self, text: str, limits: ModelLimits, add_special_tokens: bool, *, any_length: bool = False
+    ) -> list[int]:
+        if not any_length:
+            self._check_chars(len(text), limits, "prompt")
         tokenizer = self._tokenizer
         try:
             ids = await self._workers.run(
@@ -173,29 +196,45 @@ class Preparer:
             raise invalid("prompt is empty: it has no tokens.", param="prompt")
         return ids
 
+    async def _messages_ids(
+        self, messages: Sequence[Mapping[str, str]], request: ChatRequest, limits: ModelLimits
+    ) -> _Tokenized:
+        return await self._chat_ids(
+            messages,
+            limits,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            add_special_tokens=request.add_special_tokens,
+            any_length=request.is_cut,
+        )
+
     async def _chat_ids(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[Mapping[str, str]],
         limits: ModelLimits,
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
         add_special_tokens: bool,
+        any_length: bool = False,
     ) -> _Tokenized:
-        checked = check_messages(messages)
-        self._check_chars(sum(len(message["content"]) for message in checked), limits, "messages")
+        """`messages` are checked; with `any_length` they need not fit the context."""
+        num_chars = sum(len(message["content"]) for message in messages)
+        if not any_length:
+            self._check_chars(num_chars, limits, "messages")
         settings, tokenizer = self._settings, self._tokenizer
         rendered: list[float] = []  # how long it took, once it has been done
 
         def encode() -> list[int]:
             began = self._clock()
             text = tokenizer.render_chat(
-                checked,
+                messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 # A prompt that fits is never near this: tokens are longer than that on no real text.
                 max_chars=max(settings.max_template_chars_per_token, tokenizer.max_token_chars)
-                * limits.max_model_len,
+                * limits.max_model_len
+                + (num_chars if any_length else 0),
                 timeout_s=settings.render_timeout_s,
             )
             rendered.append(self._clock() - began)
@@ -309,6 +348,15 @@ def _budget(num_prompt: int, asked: int | None, default: int, limits: ModelLimit
     if asked > room:
         raise context_length_exceeded(num_prompt, asked, limits.max_model_len, "max_tokens")
     return asked
+
+
+def _cut(prompt: list[int], request: GenerationFields, room: int) -> list[int]:
+    """The prompt as its client has it cut; `room` is what the budget leaves of the context."""
+    limit = request.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    limit = room if limit == -1 else limit
+    return cut(prompt, limit, request.truncation_side or "left") if limit > 0 else prompt
 
 
 def _checked_ids(ids: Sequence[Any], vocab_size: int, path: str) -> list[int]:

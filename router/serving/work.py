@@ -7,6 +7,7 @@ from enum import Enum
 
 from router.api.auth import Caller
 from router.api.structured import AskedGrammar
+from router.serving.truncation import Truncation
 from router.telemetry.waterfall import PrepareTimes
 from workers.types import BeamParams, SamplingParams
 
@@ -44,6 +45,7 @@ class Work:
     num_best: int | None = None  # so many of each prompt's choices are given out, the best; None: all
     beam: BeamParams | None  # the choices are the best of a search; None: each is sampled
     cache_salt: str
+    truncation: Truncation | None = None  # what was cut of the prompts; None: they were not to be cut
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
