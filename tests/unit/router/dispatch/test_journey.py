@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from router.dispatch.dispatcher import SocketDispatcher
+from router.dispatch.journey import Journey
 from tests.unit.data_plane.fakes import (
     FAST,
     Cluster,
@@ -18,7 +19,7 @@ from tests.unit.data_plane.fakes import (
     until,
     with_cluster,
 )
-from workers.types import FinishReason, RequestId, SamplingParams, TokenChunk
+from workers.types import BeamParams, FinishReason, RequestId, SamplingParams, TokenChunk, error_chunk
 
 POISON = 13
 
@@ -309,3 +310,21 @@ def test_two_that_had_got_nothing_are_tried_one_after_the_other() -> None:
             assert tokens(await answer) == expected_tokens([i], 0, 5)
 
     with_cluster(test)
+
+
+def test_a_beam_search_is_made_anew_and_what_had_come_of_it_stays() -> None:
+    wanted = replace(request("r", [5], 8, 2), beam=BeamParams(width=3))
+    journey = Journey(wanted)
+    found = [
+        TokenChunk(
+            request_id=wanted.request_id, choice=choice, token_ids=(7,), finish_reason=FinishReason.LENGTH
+        )
+        for choice in (0, 1)
+    ]
+    assert journey.take(found[0]) is found[0]
+    assert journey.take(error_chunk(wanted.request_id, 1, "group_failed", "gone")) is None
+    assert journey.move() == wanted
+    assert journey.take(found[0]) is None
+    last = journey.take(found[1])
+    assert last is not None and last.token_ids == (7,)
+    assert journey.is_over

@@ -15,7 +15,7 @@ import pytest
 from router.dispatch.dispatcher import SocketDispatcher
 from router.routing.policy import PlacementPolicy, PolicyConfig
 from tests.unit.data_plane.fakes import FAST, FAST_SERVER, SECRET, collect, info, run, tokens, until
-from tests.unit.engine.toy import VOCAB, reference
+from tests.unit.engine.toy import VOCAB, reference, reference_search
 from tests.unit.exchange.world import Memory
 from workers.config import CacheConfig, ScheduleConfig
 from workers.data_plane.channel import ClientIdentity
@@ -37,6 +37,7 @@ from workers.engine.loop import EngineLoop
 from workers.engine.request import EngineLimits
 from workers.hashing import BlockHash
 from workers.types import (
+    BeamParams,
     BlockOffer,
     BlockRead,
     GenerateRequest,
@@ -213,6 +214,20 @@ def test_prompts_of_every_length_are_read_and_answered_right(length: int) -> Non
         again = await collect(wires.router, replace(ask("again", prompt_of(1, length)), num_choices=1))
         assert tokens(again) == reference(ask("again", prompt_of(1, length)), 0)
         assert again[0].num_cached_tokens == whole
+        await wires.until_idle()
+
+    with_wires(test, p=Role.PREFILL, d=Role.DECODE)
+
+
+def test_a_beam_search_reads_its_prompt_and_goes_on_alone() -> None:
+    async def test(wires: Wires) -> None:
+        wanted = ask("r", prompt_of(1, 33), temperature=0.0)
+        wanted = replace(wanted, num_choices=2, beam=BeamParams(width=4))
+        chunks = await collect(wires.router, wanted)
+        assert [(chunk.token_ids, chunk.score) for chunk in chunks] == [
+            (found.token_ids, found.score) for found in reference_search(wanted)
+        ]
+        assert wires.groups["d"].engine.stats().kv_fetched_tokens_total == 32
         await wires.until_idle()
 
     with_wires(test, p=Role.PREFILL, d=Role.DECODE)
