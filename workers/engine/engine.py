@@ -18,6 +18,7 @@ from itertools import chain, groupby, zip_longest
 from operator import itemgetter
 
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
+from workers.engine.answers import choices_of, take_search, token_chunk
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.exchange import ExchangeCommand, ExchangeSetup, KVExchange, Redirect
@@ -25,10 +26,19 @@ from workers.engine.execution import Failure, Outcome, Outcomes, failure_of, run
 from workers.engine.grammars import GrammarBackend, Grammars
 from workers.engine.leases import LeaseId
 from workers.engine.meter import MeteredModel, StepMeter
+from workers.engine.plan import ScheduledStep
 from workers.engine.prefixes import PrefixesInProgress
-from workers.engine.request import EngineLimits, RequestState, check_fits, is_transfer_id, validate
-from workers.engine.scheduler import ScheduledStep, Scheduler
-from workers.engine.search import last_chunks, make_search, search_of
+from workers.engine.request import (
+    EngineLimits,
+    RequestState,
+    check_fits,
+    duplicate_id,
+    is_transfer_id,
+    queue_full,
+    validate,
+)
+from workers.engine.scheduler import Scheduler
+from workers.engine.search import make_search
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.step import Executor, Sampled, SequenceSlice, SliceResult
 from workers.engine.totals import EngineTotals, group_report, group_stats
@@ -42,7 +52,6 @@ from workers.types import (
     RequestId,
     RequestRefused,
     TokenChunk,
-    TokenLogprob,
     error_chunk,
 )
 
@@ -78,6 +87,7 @@ class Engine:
         self._block_size = cache.block_size
         self._prefix_reuse = cache.prefix_reuse and limits.is_prefix_reusable
         self._max_waiting = schedule.max_waiting
+        self._max_rows = min(schedule.max_running, schedule.max_step_tokens)
         self._pool = BlockPool(executor.num_blocks, exchange.first_generation)
         self._meter = StepMeter(metered, clock)
         in_progress = PrefixesInProgress()
@@ -230,7 +240,7 @@ class Engine:
         """Choices that have not had their last chunk; () for an unknown request."""
         sequences = self._requests.get(request_id, ())
         open_ones = (sequence for sequence in sequences if sequence.state is not _FINISHED)
-        return tuple(chain.from_iterable(map(_choices, open_ones)))
+        return tuple(chain.from_iterable(map(choices_of, open_ones)))
 
     def unfinished(self) -> list[tuple[RequestId, int]]:
         """All choices that have not had their last chunk."""
@@ -269,14 +279,12 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Asserts all invariants of engine, scheduler and pool; O(blocks + requests). Valid between steps."""
-        self._scheduler.check_integrity()
-        unfinished = 0
+        scheduled, unfinished = self._scheduler.check_integrity(), 0
         for request_id, sequences in self._requests.items():
             left = sum(sequence.state is not _FINISHED for sequence in sequences)
             assert left == sequences[0].parent.num_unfinished, f"{request_id}: {left} choices left"
             assert left > 0, f"{request_id} has ended and is still known"
             unfinished += left
-        scheduled = self._scheduler.num_sequences
         assert scheduled == unfinished, f"{scheduled} sequences scheduled, {unfinished} unfinished"
         if not self._requests and not self._exchange.tables():
             assert self._pool.num_active == 0, f"idle with {self._pool.num_active} blocks held"
@@ -284,69 +292,29 @@ class Engine:
     def _check(self, request: GenerateRequest) -> None:
         """Raises RequestRefused when the request cannot be taken, now or ever."""
         if request.request_id in self._requests:
-            raise RequestRefused(
-                f"Request id {request.request_id!r} is in use.",
-                code="duplicate_request_id",
-                param="request_id",
-            )
+            raise duplicate_id(request)
         validate(request, self._limits)
         if request.grammar is not None:
             self._grammars.check(request.grammar)
-        check_fits(
-            request,
-            num_blocks=self._pool.num_blocks,
-            block_size=self._block_size,
-            max_rows=self._scheduler.max_running,
-        )
+        check_fits(request, self._pool.num_blocks, self._block_size, self._max_rows)
         if self._scheduler.num_queued_requests >= self._max_waiting:
-            raise RequestRefused(
-                f"{self._max_waiting} requests are waiting, the most allowed (max_waiting). Try again later.",
-                code="queue_full",
-            )
+            raise queue_full(self._max_waiting)
 
     def _take_searches(self, scheduled: ScheduledStep, outcomes: Outcomes, chunks: list[TokenChunk]) -> None:
         """Brings the beam searches forward: their slices are the last ones, those of one side by side."""
         first = len(scheduled.sequences)
         found = zip(scheduled.searches, scheduled.plan.slices[first:], outcomes[first:], strict=True)
         for sequence, rows in groupby(found, key=itemgetter(0)):
-            self._take_search(sequence, [(piece, outcome) for _, piece, outcome in rows], chunks)
-
-    def _take_search(
-        self, sequence: Sequence, rows: list[tuple[SequenceSlice, Outcome]], chunks: list[TokenChunk]
-    ) -> None:
-        """Brings a beam search forward by what the step found for its hypotheses, or for a chunk."""
-        results = []
-        for piece, outcome in rows:
-            failure = failure_of(piece, outcome, self._limits.vocab_size)
-            if failure is not None:
-                self._fail_by(sequence, failure, chunks)
-                return
-            assert isinstance(outcome, SliceResult)
-            results.append(outcome)
-        search = search_of(sequence)
-        if sequence.state is _PREFILLING:
-            piece = rows[0][0]
-            self._scheduler.advance(sequence, len(piece.token_ids))
-            if piece.prompt_targets is not None:
-                assert sequence.prompt_scores is not None
-                sequence.prompt_scores.extend(results[0].prompt_logprobs)
-            if sequence.num_computed < sequence.num_tokens:
-                return
-            if piece.sample is None:
-                self._scheduler.resume_search(sequence)
-                return
-            search.times = sequence.parent.times(self._clock())
-        parents = search.beam.advance([result.candidates for result in results])
-        if not search.beam.is_over:
-            self._scheduler.go_on_searching(sequence, parents)
-            return
-        found = last_chunks(sequence, search)
-        reason = found[0].finish_reason
-        assert reason is not None
-        self._totals.num_generated += sum(len(chunk.token_ids) for chunk in found)
-        self._scheduler.estimate.observe(len(found[0].token_ids), was_cut=reason is FinishReason.LENGTH)
-        self._end(sequence, reason)
-        chunks += found
+            pairs = [(piece, outcome) for _, piece, outcome in rows]
+            answer = take_search(sequence, pairs, self._scheduler, self._limits.vocab_size, self._clock())
+            if isinstance(answer, Failure):
+                self._fail_by(sequence, answer, chunks)
+            elif answer:
+                reason = answer[0].finish_reason
+                assert reason is not None, "a search that goes on has nothing to say"
+                self._totals.num_generated += sum(len(chunk.token_ids) for chunk in answer)
+                self._end(sequence, reason)
+                chunks += answer
 
     def _fail_by(self, sequence: Sequence, failure: Failure, chunks: list[TokenChunk]) -> None:
         """Ends the request of a sequence that came to nothing."""
@@ -400,19 +368,7 @@ class Engine:
             self._end(sequence, reason)
         elif sequence.state is _PREFILLING:
             self._scheduler.start_decoding(sequence)
-        is_first = not sequence.has_answered
-        sequence.has_answered = True
-        return TokenChunk(
-            request_id=sequence.parent.request.request_id,
-            choice=sequence.choice,
-            token_ids=tuple(found.token_id for found in sampled),
-            logprobs=_logprobs(sampled),
-            prompt_logprobs=sequence.take_prompt_scores() if is_first else None,
-            num_cached_tokens=(sequence.num_cached or 0) if is_first else 0,
-            times=sequence.parent.times(self._clock()) if is_first else None,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-        )
+        return token_chunk(sequence, sampled, reason, stop_token_id, self._clock)
 
     def _fail(
         self,
@@ -428,7 +384,7 @@ class Engine:
             if sequence.state is _FINISHED:
                 continue
             self._end(sequence, FinishReason.ERROR, is_spoiled=sequence is spoiled)
-            chunks += [error_chunk(request_id, choice, code, message) for choice in _choices(sequence)]
+            chunks += [error_chunk(request_id, choice, code, message) for choice in choices_of(sequence)]
 
     def _end(self, sequence: Sequence, reason: FinishReason, *, is_spoiled: bool = False) -> None:
         if is_spoiled:
@@ -441,16 +397,3 @@ class Engine:
             self._totals.num_ended[reason] += 1
             if request.transfer_id is not None:
                 self._exchange.leases.request_ended(request.transfer_id)
-
-
-def _choices(sequence: Sequence) -> tuple[int, ...]:
-    """That it answers for: a beam search for all of its request."""
-    if sequence.search is None:
-        return (sequence.choice,)
-    return tuple(range(sequence.parent.request.num_choices))
-
-
-def _logprobs(sampled: list[Sampled]) -> tuple[TokenLogprob, ...] | None:
-    """Of the tokens; None when they were not asked for."""
-    found = tuple(each.logprob for each in sampled if each.logprob is not None)
-    return found or None

@@ -138,7 +138,21 @@ def validate(request: GenerateRequest, limits: EngineLimits) -> None:
         )
 
 
-def check_fits(request: GenerateRequest, *, num_blocks: int, block_size: int, max_rows: int) -> None:
+def duplicate_id(request: GenerateRequest) -> RequestRefused:
+    """For a request whose id another one has."""
+    message = f"Request id {request.request_id!r} is in use."
+    return RequestRefused(message, code="duplicate_request_id", param="request_id")
+
+
+def queue_full(max_waiting: int) -> RequestRefused:
+    """For a request that finds too many before it."""
+    return RequestRefused(
+        f"{max_waiting} requests are waiting, the most allowed (max_waiting). Try again later.",
+        code="queue_full",
+    )
+
+
+def check_fits(request: GenerateRequest, num_blocks: int, block_size: int, max_rows: int) -> None:
     """Raises RequestRefused for a request that could not run even with the group to itself: num_blocks in
     its KV pool, max_rows of newest tokens in a step."""
     prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens

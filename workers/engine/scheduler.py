@@ -18,9 +18,7 @@ preempted; for what cannot, one that runs alone goes back to the waiting, and a 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple
 
 from workers.config import ScheduleConfig
 from workers.engine.block_pool import BlockPool
@@ -28,26 +26,17 @@ from workers.engine.demand import OutputLengthEstimate
 from workers.engine.drafting import Drafting
 from workers.engine.exchange import KVExchange
 from workers.engine.fetch import FetchState
+from workers.engine.plan import ScheduledStep, plan_step
 from workers.engine.preemption import choose_victim
 from workers.engine.prefixes import PrefixesInProgress
-from workers.engine.search import search_of
+from workers.engine.queues import Queues, check_limits
+from workers.engine.search import reserve_all, search_of
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.step import SequenceSlice, StepPlan
 
 _by_key = attrgetter("key")
 _WAITING, _PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
 _DECODING, _FINISHED = SequenceState.DECODING, SequenceState.FINISHED
 _SEARCHING = SequenceState.SEARCHING
-
-
-class ScheduledStep(NamedTuple):
-    """A plan and, in the same order, the sequences of its slices: first `sequences`, then `searches`."""
-
-    plan: StepPlan
-    sequences: list[Sequence]  # those that sample
-    num_decoding: int  # the first of them; the others are in prefill
-    searches: list[Sequence]  # beam searches: one with its prompt, or once for each hypothesis
-    num_decode_rows: int  # slices of a newest token, in all
 
 
 class Scheduler:
@@ -64,17 +53,7 @@ class Scheduler:
         exchange: KVExchange,
         drafting: Drafting | None = None,
     ) -> None:
-        limits = (
-            ("max_step_tokens", schedule.max_step_tokens),
-            ("max_running", schedule.max_running),
-            ("max_prefill_chunk", schedule.max_prefill_chunk),
-            ("max_waiting", schedule.max_waiting),
-            ("expected_output_tokens", schedule.expected_output_tokens),
-            ("block_size", block_size),
-        )
-        for name, limit in limits:
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} is {limit}: it must be at least 1")
+        check_limits(schedule, block_size)
         self._pool = pool
         self._block_size = block_size
         self._prefix_reuse = prefix_reuse
@@ -111,15 +90,6 @@ class Scheduler:
         """Rows of a step that those who run may take: a beam search counts for its width."""
         return len(self._prefilling) + len(self._decoding) + len(self._searching) + self._extra_rows
 
-    @property
-    def max_running(self) -> int:
-        """The most that `num_running` can be."""
-        return self._max_running
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self._waiting) + len(self._prefilling) + len(self._decoding) + len(self._searching)
-
     def add(self, sequences: list[Sequence]) -> None:
         """Queues all choices of a request, whose total need has been found to fit the pool."""
         self.num_queued_requests += 1
@@ -134,45 +104,21 @@ class Scheduler:
         self._reserve_decode_blocks()
         budget = self._max_step_tokens - len(self._decoding)
         if self._searching:
-            budget -= self._reserve_search_blocks()
+            reserve_all(self._searching, self._pool, self._block_size, self._make_room)
+            budget -= sum(len(search_of(sequence).tables) for sequence in self._searching)
         chunks = self._reserve_chunks(budget)
         if preemptions == self.preemptions_total:  # else memory is short: nobody new
             self._start_fetches()
             self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
         if self._drafting is not None and not chunks:
             self._drafting.start(self._decoding, budget + len(self._decoding))
-        slices = [sequence.decode_slice() for sequence in self._decoding]
-        sequences = self._decoding.copy()
-        searches: list[Sequence] = []
-        search_slices: list[SequenceSlice] = []
-        for sequence, end in chunks:
-            if sequence.state is _PREFILLING:  # not preempted after its turn
-                is_sampling = sequence.search is None
-                (slices if is_sampling else search_slices).append(sequence.chunk_slice(end))
-                (sequences if is_sampling else searches).append(sequence)
-        copies: list[tuple[int, int]] = []
-        num_decode_rows = len(self._decoding)
-        for sequence in self._searching:
-            search = search_of(sequence)
-            rows = search.slices(sequence)
-            search_slices += rows
-            searches += [sequence] * len(rows)
-            copies += search.copies
-            num_decode_rows += len(rows)
-        slices += search_slices
-        if not slices:
+        step = plan_step(self.num_steps + 1, self._decoding, chunks, self._searching, self._pool)
+        if step is None:
             is_done = not self.num_running and all(s.parent.awaits_grammar for s in self._waiting)
             assert is_done or self._exchange.is_holding, "sequences left and none of them can go on"
             return None
         self.num_steps += 1
-        plan = StepPlan(
-            number=self.num_steps,
-            slices=slices,
-            num_searches=len(search_slices),
-            zero_blocks=self._pool.take_zero_blocks(),
-            copy_blocks=copies,
-        )
-        return ScheduledStep(plan, sequences, len(self._decoding), searches, num_decode_rows)
+        return step
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """The step has computed this many more tokens of a running sequence."""
@@ -193,8 +139,7 @@ class Scheduler:
         self._decoding.append(sequence)
 
     def go_on_searching(self, sequence: Sequence, parents: tuple[int, ...]) -> None:
-        """A step has computed the newest token of each hypothesis, or the prompt, and the search has new
-        hypotheses, with these parents."""
+        """A step, of hypotheses or the prompt, has brought a search new hypotheses, with these parents."""
         search = search_of(sequence)
         if sequence.state is _SEARCHING:
             sequence.num_computed += 1
@@ -244,51 +189,25 @@ class Scheduler:
         for block in sequence.block_table:
             self._pool.spoil(block)
         if sequence.search is not None:
-            for block in set(chain.from_iterable(sequence.search.tables)):
-                self._pool.spoil(block)
+            sequence.search.spoil(self._pool)
         self.remove(sequence)
 
-    def check_integrity(self) -> None:
-        """Asserts the invariants of queues, counters, blocks and announced prefixes. Valid between steps."""
-        running = self._prefilling + self._decoding + self._searching
-        everyone = self._waiting + running
-        assert len({id(sequence) for sequence in everyone}) == len(everyone), "a sequence in two places"
-        for queue, state in (
-            (self._waiting, _WAITING),
-            (self._prefilling, _PREFILLING),
-            (self._decoding, _DECODING),
-            (self._searching, _SEARCHING),
-        ):
-            assert all(sequence.state is state for sequence in queue), f"wrong state among the {state.value}"
-        assert self._waiting == sorted(self._waiting, key=_by_key), "waiting sequences out of order"
-        assert self._prefilling == sorted(self._prefilling, key=_by_key), "prefilling sequences out of order"
-        extra = sum(sequence.num_rows - 1 for sequence in running)
-        assert self._extra_rows == extra, f"{extra} further rows, {self._extra_rows} counted"
+    def check_integrity(self) -> int:
+        """Asserts the invariants of queues, counters, blocks and announced prefixes. Valid between steps.
+        Returns the number of sequences."""
+        queues = Queues(self._waiting, self._prefilling, self._decoding, self._searching)
+        queues.check_integrity(self._block_size, prefix_reuse=self._prefix_reuse)
+        queues.check_counts(
+            extra_rows=self._extra_rows,
+            waiting_tokens=self.waiting_tokens,
+            running_tokens=self.running_tokens,
+            num_queued_requests=self.num_queued_requests,
+        )
         assert self.num_running <= self._max_running, f"{self.num_running} rows run, {self._max_running} may"
-        for sequence in self._waiting:
-            assert not sequence.block_table and not sequence.num_computed, f"{sequence.key} waits with blocks"
-        for sequence in self._prefilling + self._decoding:
-            sequence.check_progress(self._block_size, prefix_reuse=self._prefix_reuse)
-        for sequence in self._searching:
-            search_of(sequence).check_integrity(sequence, self._block_size)
-        for sequence in self._decoding + self._searching:
-            assert sequence.num_tokens - sequence.num_computed == 1, (
-                f"{sequence.key} decodes with tokens to prefill"
-            )
-        assert self.waiting_tokens == sum(sequence.backlog for sequence in everyone), "waiting_tokens drifted"
-        assert self.running_tokens == sum(sequence.num_computed for sequence in running), (
-            "running_tokens drifted"
-        )
-        queued = {id(sequence.parent) for sequence in self._waiting if not sequence.parent.is_admitted}
-        assert self.num_queued_requests == len(queued), (
-            f"{self.num_queued_requests} queued, {len(queued)} found"
-        )
-        held = self._exchange.tables()
-        searches = (sequence.search for sequence in running if sequence.search is not None)
-        held += chain.from_iterable(search.tables for search in searches)
-        self._pool.check_integrity([*held, *(sequence.block_table for sequence in running)])
+        self._pool.check_integrity([*self._exchange.tables(), *queues.block_tables()])
         self._exchange.check_integrity()
         self._in_progress.check_integrity()
+        return sum(map(len, queues))
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=_by_key)
@@ -312,13 +231,6 @@ class Scheduler:
         for sequence in full:
             if sequence.state is _DECODING and self._make_room(sequence):
                 sequence.block_table.append(self._pool.allocate())
-
-    def _reserve_search_blocks(self) -> int:
-        """Returns how many rows the searches take."""
-        for sequence in sorted(self._searching, key=_by_key):
-            if sequence.state is _SEARCHING:
-                search_of(sequence).reserve(sequence, self._pool, self._block_size, self._make_room)
-        return sum(len(search_of(sequence).tables) for sequence in self._searching)
 
     def _reserve_chunks(self, budget: int) -> list[tuple[Sequence, int]]:
         """Next chunk of each sequence in prefill, as the position where it ends."""
@@ -371,13 +283,8 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
-        match sequence.state:
-            case SequenceState.PREFILLING:
-                self._prefilling.remove(sequence)
-            case SequenceState.SEARCHING:
-                self._searching.remove(sequence)
-            case _:
-                self._decoding.remove(sequence)
+        queues = {_PREFILLING: self._prefilling, _DECODING: self._decoding, _SEARCHING: self._searching}
+        queues[sequence.state].remove(sequence)
         if sequence.search is not None:
             sequence.search.release(self._pool)
         self._extra_rows -= sequence.num_rows - 1

@@ -24,7 +24,7 @@ from itertools import chain
 
 from workers.decoding.beam_search import BeamSearch
 from workers.engine.block_pool import BlockPool
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.step import SampleTask, SequenceSlice
 from workers.types import BeamParams, FinishReason, StageTimes, TokenChunk
 
@@ -99,6 +99,11 @@ class Search:
             for hypothesis, table in zip(self.beam.hypotheses, self.tables, strict=True)
         ]
 
+    def spoil(self, pool: BlockPool) -> None:
+        """What the blocks hold is not to be trusted."""
+        for block in set(chain.from_iterable(self.tables)):
+            pool.spoil(block)
+
     def release(self, pool: BlockPool) -> None:
         """Gives all blocks back."""
         for table in self.tables:
@@ -168,6 +173,15 @@ def search_of(sequence: Sequence) -> Search:
     """Of a sequence that is known to be one."""
     assert sequence.search is not None, f"{sequence.key} is no beam search"
     return sequence.search
+
+
+def reserve_all(
+    searching: Items[Sequence], pool: BlockPool, block_size: int, make_room: Callable[[Sequence], bool]
+) -> None:
+    """`Search.reserve` for each, in the order of service; one may be preempted for another."""
+    for sequence in sorted(searching, key=lambda each: each.key):
+        if sequence.state is SequenceState.SEARCHING:
+            search_of(sequence).reserve(sequence, pool, block_size, make_room)
 
 
 def make_search(sequence: Sequence, params: BeamParams) -> None:

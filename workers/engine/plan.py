@@ -1,0 +1,61 @@
+"""From what the scheduler has decided to the plan of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from workers.engine.block_pool import BlockPool
+from workers.engine.search import search_of
+from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.step import SequenceSlice, StepPlan
+
+
+class ScheduledStep(NamedTuple):
+    """A plan and, in the same order, the sequences of its slices: first `sequences`, then `searches`."""
+
+    plan: StepPlan
+    sequences: list[Sequence]  # those that sample
+    num_decoding: int  # the first of them; the others are in prefill
+    searches: list[Sequence]  # beam searches: one with its prompt, or once for each hypothesis
+    num_decode_rows: int  # slices of a newest token, in all
+
+
+def plan_step(
+    number: int,
+    decoding: Items[Sequence],
+    chunks: Items[tuple[Sequence, int]],
+    searching: Items[Sequence],
+    pool: BlockPool,
+) -> ScheduledStep | None:
+    """chunks: of sequences in prefill, with the position where each ends; those that were preempted after
+    their turn are left out. None when there is nothing to compute."""
+    slices = [sequence.decode_slice() for sequence in decoding]
+    sequences = list(decoding)
+    searches: list[Sequence] = []
+    search_slices: list[SequenceSlice] = []
+    for sequence, end in chunks:
+        if sequence.state is SequenceState.PREFILLING:
+            is_sampling = sequence.search is None
+            (slices if is_sampling else search_slices).append(sequence.chunk_slice(end))
+            (sequences if is_sampling else searches).append(sequence)
+    copies: list[tuple[int, int]] = []
+    num_decode_rows = len(decoding)
+    for sequence in searching:
+        search = search_of(sequence)
+        rows = search.slices(sequence)
+        search_slices += rows
+        searches += [sequence] * len(rows)
+        copies += search.copies
+        num_decode_rows += len(rows)
+    slices += search_slices
+    if not slices:
+        return None
+    plan = StepPlan(
+        number=number,
+        slices=slices,
+        num_searches=len(search_slices),
+        zero_blocks=pool.take_zero_blocks(),
+        copy_blocks=copies,
+    )
+    return ScheduledStep(plan, sequences, len(decoding), searches, num_decode_rows)
