@@ -48,6 +48,8 @@ from workers.types import (
     EarlyStopping,
     FinishReason,
     GenerateRequest,
+    Grammar,
+    GrammarKind,
     GroupId,
     GroupStats,
     KVSource,
@@ -58,6 +60,7 @@ from workers.types import (
 )
 
 FULL_REQUEST = GenerateRequest(
+    grammar=Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"object"}'),
     request_id=RequestId("r1"),
     prompt_token_ids=(0, 1, 151_935),
     sampling=SamplingParams(

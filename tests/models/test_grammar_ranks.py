@@ -1,0 +1,58 @@
+"""Answers that follow a grammar are the same on one rank and on two, with guesses and without."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.models.checkpoints import build, family, prompt_ids
+from tests.models.engine_groups import start_group
+from tests.models.toy_tokenizers import byte_tokenizer
+from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
+from workers.engine.engine import Engine
+from workers.runtime.launch import LocalGroup
+from workers.structured.available import open_backend
+from workers.types import GenerateRequest, Grammar, GrammarKind, RequestId, SamplingParams
+
+PATTERN = r'(\{"a":(1|2),"b":"[xy]{3}"\}){1,4}'
+METHODS = ("none", "prompt_lookup")
+
+
+def answers(folder: Path, group: LocalGroup, method: str) -> dict[tuple[str, int], list[int]]:
+    engine = Engine(
+        limits=group.facts.limits,
+        cache=CacheConfig(block_size=group.facts.block_size),
+        schedule=ScheduleConfig(max_step_tokens=24),
+        executor=group.executor,
+        speculative=SpeculativeConfig(method=method),
+        grammars=open_backend(folder, group.facts.limits.vocab_size),
+    )
+    for number in range(3):
+        request = GenerateRequest(
+            request_id=RequestId(str(number)),
+            prompt_token_ids=tuple(prompt_ids(37, 259, seed=number)),
+            sampling=SamplingParams(max_tokens=90, temperature=1.0, seed=number),
+            num_choices=2,
+            grammar=Grammar(kind=GrammarKind.REGEX, text=PATTERN),
+        )
+        engine.add(request)
+    found: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work():
+        for chunk in engine.step():
+            assert chunk.error is None
+            found.setdefault((chunk.request_id, chunk.choice), []).extend(chunk.token_ids)
+    assert method == "none" or engine.stats().accepted_tokens_total > 50
+    return found
+
+
+def test_on_two_ranks_and_with_guesses(tmp_path: Path) -> None:
+    build(tmp_path, family("llama"), vocab_size=259)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    found = []
+    for tensor_parallel in (1, 2):
+        with start_group(tmp_path, tensor_parallel) as group:
+            found += [answers(tmp_path, group, method) for method in METHODS]
+    assert all(each == found[0] for each in found)
+    for token_ids in found[0].values():
+        assert re.fullmatch(PATTERN, tokenizer.decode(token_ids))
