@@ -51,14 +51,14 @@ def read_vocabulary(folder: str | Path, vocab_size: int) -> LLTokenizer:
             if added.get("special"):
                 special_ids.append(added["id"])
         table = TokenBytes(names.get, config.get("decoder") or {})
+        tokens = [table[token_id] for token_id in range(vocab_size)]
+        specials = [token_id for token_id in special_ids if token_id < vocab_size]
+        wrapped = TokenizerWrapper(_Tokens(tokens, specials))
+        return LLTokenizer(wrapped, n_vocab=vocab_size + 1, eos_token=vocab_size)
     except OSError as error:
         raise VocabularyUnknown(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise VocabularyUnknown(f"{file} does not tell the bytes of its tokens: {error}") from None
-    tokens = [table[token_id] for token_id in range(vocab_size)]
-    specials = [token_id for token_id in special_ids if token_id < vocab_size]
-    wrapped = TokenizerWrapper(_Tokens(tokens, specials))
-    return LLTokenizer(wrapped, n_vocab=vocab_size + 1, eos_token=vocab_size)
 
 
 def _names(vocab: Mapping[str, int] | list[Any]) -> dict[int, str]:
