@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
 
+from cluster.cli.first_question import (
+    QUESTION,
+    FirstAnswer,
+    ask_first_question,
+    curl_example,
+    python_example,
+)
 from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, ReadyOption, SetOption
 from cluster.cli.rollout import check_unchanged
@@ -30,7 +34,6 @@ from cluster.running.process import process_start
 from cluster.running.serve_api import ServeApi
 
 _END_S = 5.0  # after the drain: for the error that ends what still runs, and for ranks to end in order
-_QUESTION = "What is the capital of France?"
 
 FileArgument = Annotated[
     Path | None,
@@ -125,9 +128,9 @@ class _Server:
             )
             ready_s = phases.elapsed_s
             phases.start("asking it a first question")
-            model, answer = _first_answer(deployment.url, headers)
+            first = ask_first_question(deployment.url, headers)
         self._remember(api)
-        self._announce(api, model, answer, ready_s)
+        self._announce(api, first, ready_s)
 
     def _is_cluster_alive(self) -> bool:
         return self._cluster is None or self._cluster.head.poll() is None
@@ -193,7 +196,7 @@ class _Server:
         except OSError as error:
             self._terminal.say(f"note: other tandem commands need --url and --dashboard now: {error}")
 
-    def _announce(self, api: ServeApi, model: str, answer: str, ready_s: float) -> None:
+    def _announce(self, api: ServeApi, first: FirstAnswer, ready_s: float) -> None:
         url = self._deployment.url
         if self._terminal.as_json:
             self._terminal.emit(
@@ -202,21 +205,23 @@ class _Server:
                 url=url,
                 api=f"{url}/v1",
                 dashboard=api.url,
-                model=model,
-                first_answer=answer,
+                model=first.model,
+                first_answer=first.text,
             )
             return
         say = self._terminal.say
         say(f"ready in {ready_s:.1f} s", style="bold green")
-        say(f"\n  {_QUESTION}\n  {model}: {answer}\n", style="dim")
+        say(f"\n  {QUESTION}\n  {first.model}: {first.text}\n", style="dim")
         say(f"API        {url}/v1\ndashboard  {api.url}\n", style="bold")
         keys_file = self._deployment.config.router.http.api_keys_file
         if keys_file is not None:
             say(f"every call needs a key of {keys_file}: the header 'Authorization: Bearer KEY'\n")
-        say(curl_example(url, model, with_key=keys_file is not None) + "\n")
-        say(python_example(url, model, with_key=keys_file is not None) + "\n")
+        with_key = keys_file is not None
+        for example in (curl_example, python_example):
+            say(example(url, first.model, with_key=with_key, is_chat=first.is_chat) + "\n")
         command = command_as_typed(sys.argv[0], Path.cwd())
-        say(f"Talk to it: {command} chat     What runs: {command} status     End: Ctrl-C")
+        talk = f"Talk to it: {command} chat" if first.is_chat else "No chat template: /v1/completions only"
+        say(f"{talk}     What runs: {command} status     End: Ctrl-C")
 
 
 def command_as_typed(program: str, folder: Path) -> str:
@@ -226,44 +231,6 @@ def command_as_typed(program: str, folder: Path) -> str:
     if path.name != "tandem" or (found is not None and Path(found).samefile(path)):
         return "tandem"
     return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
-
-
-def curl_example(url: str, model: str, *, with_key: bool = False) -> str:
-    """A request to paste into a shell."""
-    key = " -H 'authorization: Bearer KEY'" if with_key else ""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": _QUESTION}]})
-    return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n  -d '{body}'"
-
-
-def python_example(url: str, model: str, *, with_key: bool = False) -> str:
-    """The same with the official client (`pip install openai`)."""
-    key = "KEY" if with_key else "none"
-    return "\n".join(
-        [
-            "from openai import OpenAI",
-            f'client = OpenAI(base_url="{url}/v1", api_key="{key}")',
-            "answer = client.chat.completions.create(",
-            f'    model="{model}", messages=[{{"role": "user", "content": "{_QUESTION}"}}])',
-            "print(answer.choices[0].message.content)",
-        ]
-    )
-
-
-def _first_answer(url: str, headers: Mapping[str, str]) -> tuple[str, str]:
-    """The model's name and what it says; proves the whole path with the request that people will make."""
-    try:
-        with httpx.Client(base_url=url, timeout=60.0, trust_env=False, headers=headers) as client:
-            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-            body = {
-                "model": model,
-                "messages": [{"role": "user", "content": _QUESTION}],
-                "max_tokens": 32,
-                "temperature": 0,
-            }
-            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
-            return str(model), str(answer["choices"][0]["message"]["content"]).strip()
-    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise CommandFailed(f"{url} says it is ready but does not answer a chat request: {error}") from error
 
 
 def _refuse_to_replace(api: ServeApi, deployment: Deployment) -> None:

@@ -58,6 +58,7 @@ class FakeServer:
         self.chats: list[Any] = []  # bodies of chat requests
         self.pieces: list[str] = ["Paris", ".", " Yes"]
         self.chat_status = 200
+        self.has_template = True
         self.stream_end = "data: [DONE]\n\n"
         self.pause = threading.Event()  # a stream waits for it after its first piece
         self.pause.set()
@@ -148,6 +149,11 @@ class FakeServer:
                 elif server.chat_status != 200:
                     error = {"message": "the server has no room", "code": "server_is_overloaded"}
                     self._answer({"error": error}, status=server.chat_status)
+                elif not server.has_template and "messages" in body:
+                    error = {"message": "no template", "code": "unsupported_parameter", "param": "messages"}
+                    self._answer({"error": error}, status=400)
+                elif "prompt" in body:
+                    self._answer({"choices": [{"text": " Lyon. "}]})
                 elif not body.get("stream"):
                     self._answer({"choices": [{"message": {"content": " Paris. "}}]})
                 else:

@@ -50,6 +50,20 @@ def test_serve_answers_once_and_stops_all_at_a_signal(world: World, number: sign
     assert "\x1b" not in done.stdout  # no colour when not a terminal
 
 
+def test_a_model_without_a_chat_template_is_served_and_asked_for_a_completion(world: World) -> None:
+    world.server.has_template = False
+    world.stop_when_noted(signal.SIGTERM)
+    done = world.run("serve", world.file())
+    assert (done.exit_code, done.stderr) == (0, "")
+    lines, url = done.stdout.splitlines(), world.server.url
+    assert "  Fake: Lyon." in lines
+    assert f"curl {url}/v1/completions -H 'content-type: application/json' \\" in lines
+    question = "What is the capital of France?"
+    assert f'answer = client.completions.create(model="Fake", prompt="{question}")' in lines
+    assert any(line.startswith("No chat template: /v1/completions only     What runs: ") for line in lines)
+    assert "chat.completions" not in done.stdout
+
+
 def test_the_curl_and_the_python_snippet_work_as_they_are_printed(world: World) -> None:
     world.stop_when_noted(signal.SIGTERM)
     text = world.run("serve", world.file()).stdout
@@ -141,7 +155,7 @@ def test_a_server_that_is_ready_but_does_not_answer_is_a_failure(world: World) -
     world.server.chat_status = 503
     done = world.run("serve", world.file())
     assert done.exit_code == 1
-    assert "says it is ready but does not answer a chat request" in done.stderr
+    assert "says it is ready but does not answer a request" in done.stderr
     assert world.launcher.calls[-1] == "stop 35"
 
 
