@@ -187,6 +187,21 @@ def _ensure_token() -> None:
     if read_token() is not None:
         return
     path = token_path()
+    try:
+        _write_token(path)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write the token of Ray to {path}: {error.strerror or error}; make the folder writable, "
+            "or set HOME or RAY_AUTH_TOKEN_PATH to another place"
+        ) from error
+    if read_token() is None:
+        raise LaunchError(
+            f"{path} holds no token that can be read; remove it, and the next start makes another"
+        )
+
+
+def _write_token(path: Path) -> None:
+    """A new token, whole or not at all, and never over one that somebody else has made. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -194,13 +209,9 @@ def _ensure_token() -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
         with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # never half of it, and never over one that somebody else has made
+            os.link(draft, path)
     finally:
         draft.unlink()
-    if read_token() is None:
-        raise LaunchError(
-            f"{path} holds no token that can be read; remove it, and the next start makes another"
-        )
 
 
 def _tail(log: Path) -> str:

@@ -28,6 +28,22 @@ def test_a_token_that_is_none_is_named_before_anything_starts(
     assert token.read_bytes() == content
 
 
+def test_a_home_that_cannot_be_written_is_named_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").touch()  # a file: no folder can be made in it, not even by root
+    token = tmp_path / "home" / ".ray" / "auth_token"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    with pytest.raises(LaunchError) as caught:
+        start_local_cluster()
+    assert str(caught.value) == (
+        f"cannot write the token of Ray to {token}: Not a directory; make the folder writable, "
+        "or set HOME or RAY_AUTH_TOKEN_PATH to another place"
+    )
+
+
 def test_a_start_that_fails_at_once_leaves_a_token_for_the_next_and_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
