@@ -75,7 +75,8 @@ def assemble(config: TandemConfig, model: ModelConfig, model_hash: str) -> Appli
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
         max_constructor_retry_count=_MAX_STARTS,
-        graceful_shutdown_timeout_s=longest_drain_s + _STOP_MARGIN_S,
+        # Groups end or hand over their requests in time; whoever answers through this router goes on then.
+        graceful_shutdown_timeout_s=max(longest_drain_s, config.router.http.max_request_s) + _STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
     told = told_numbers(config.scaling, _step_cost(config))

@@ -167,6 +167,6 @@ def test_a_context_longer_than_the_pool_is_refused_before_anything_is_made_for_i
     message = pack_step(
         lens=[2], starts=[0], block_counts=[1], token_ids=[5, 6], blocks=[0], logit_rows=[1], zero_blocks=[]
     )
-    claimed = StepMessage(message[:20] + struct.pack("<i", longest) + message[24:])
+    claimed = StepMessage(message[:24] + struct.pack("<i", longest) + message[28:])
     with pytest.raises(ValueError, match=f"a context of {longest} tokens, in a pool for 4096"):
         model.decoder.forward(claimed, model._kv)
