@@ -171,6 +171,7 @@ def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",  # Serve ends an ingress that is not up in 3 x 5 s
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",  # that streams may last after an update
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # stop_all has drained before it ends the head
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(folder)),
         **file_switches(folder),
