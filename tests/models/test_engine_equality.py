@@ -8,17 +8,15 @@ so the comparison is exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.models import checkpoints
-from tests.models.engine_groups import BLOCK_SIZE, GREEDY, Client, start_group
-from tests.models.oracle import Oracle
-from workers.runtime.launch import LocalGroup
+from tests.models.engine_groups import BLOCK_SIZE, GREEDY
+from tests.models.served import PROMPTS, Served, serve
 
-PROMPTS = checkpoints.graded_prompts()
 OTHERS = [
     checkpoints.prompt_ids(length, seed=100 + length) for length in (2, 3, 5, 8, 11, 15, 18, 21, 28, 33, 39)
 ]
@@ -29,24 +27,11 @@ ON_TWO_RANKS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "llama_head_dim_8_
 GROUPS = [(entry.name, 1) for entry in checkpoints.FAMILIES] + [(name, 2) for name in ON_TWO_RANKS]
 
 
-@dataclass(frozen=True)
-class Served:
-    """A family on a group of ranks, and what transformers says to the prompts."""
-
-    group: LocalGroup
-    expected: list[list[int]]
-
-    def client(self, **options: int | None) -> Client:
-        return Client(self.group.facts, self.group.executor, **options)
-
-
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda pair: f"{pair[0]}-tp{pair[1]}")
 def served(request: pytest.FixtureRequest, family_folder: Callable[[str], Path]) -> Iterator[Served]:
     name, tensor_parallel = request.param
-    oracle = Oracle(family_folder(name))
-    expected = [oracle.greedy(prompt, checkpoints.NUM_GRADED_TOKENS) for prompt in PROMPTS]
-    with start_group(family_folder(name), tensor_parallel) as group:
-        yield Served(group, expected)
+    with serve(family_folder(name), tensor_parallel) as group:
+        yield group
 
 
 def cached_tokens(prompt: list[int]) -> int:

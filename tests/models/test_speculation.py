@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.models import checkpoints
-from tests.models.engine_groups import GREEDY, Answer, Client, start_group
-from tests.models.oracle import Oracle
+from tests.models.engine_groups import GREEDY, Answer
+from tests.models.served import PROMPTS, Served, serve
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import METHODS
 from workers.engine import drafting
-from workers.runtime.launch import LocalGroup
 from workers.types import SamplingParams
 
-PROMPTS = checkpoints.graded_prompts()
 GROUPS = [("llama", 1), ("llama", 2), ("mistral", 1), ("qwen2", 2), ("qwen3", 1), ("gpt2", 1)]
 GUESSING = SpeculativeConfig(method="prompt_lookup", max_draft_tokens=6)
 
@@ -53,24 +51,11 @@ class Prophet:
         assert len(sampled) == len(drafts) + 1
 
 
-@dataclass(frozen=True)
-class Served:
-    """A family on a group of ranks, and what transformers says to the prompts."""
-
-    group: LocalGroup
-    expected: list[list[int]]
-
-    def client(self, **options: object) -> Client:
-        return Client(self.group.facts, self.group.executor, **options)
-
-
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda pair: f"{pair[0]}-tp{pair[1]}")
 def served(request: pytest.FixtureRequest, family_folder: Callable[[str], Path]) -> Iterator[Served]:
     name, tensor_parallel = request.param
-    oracle = Oracle(family_folder(name))
-    expected = [oracle.greedy(prompt, checkpoints.NUM_GRADED_TOKENS) for prompt in PROMPTS]
-    with start_group(family_folder(name), tensor_parallel) as group:
-        yield Served(group, expected)
+    with serve(family_folder(name), tensor_parallel) as group:
+        yield group
 
 
 @pytest.fixture
