@@ -8,13 +8,14 @@ at once and a further row is nearly free; with many, each takes its time. So bot
     chance of a guess   from what became of the sequence's guesses so far
 
 and the guesses with the best chances are taken while the expected tokens a second rise (goodput, as in Liu et
-al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", 2024).
+al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", 2024). Looking for
+guesses takes time, too: where none could pay, nobody looks.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heapreplace
 from math import log
 
@@ -23,7 +24,7 @@ _TRIED = 1.5  # times the most rows measured may be tried without a measurement
 _SHORTEST_S = 1e-6  # of a step
 _WEIGHT = 0.2  # of the newest step in the mean of its number of rows
 _MARGIN = 1.02  # guesses have to promise so much more than none: both sides are estimates
-_PROBE_EVERY = 32  # steps; what is never tried is never learnt anew
+_PROBE_EVERY = 32  # steps without guesses
 _FADE = 0.9  # of what is known of a sequence's guesses, per check
 _PRIOR_CHECKS = 2.0  # that the chance of all sequences weighs in the one of a sequence
 _FIRST_CHANCE = 0.5
@@ -52,7 +53,11 @@ class Chance:
 
 
 class StepTimes:
-    """Mean time of a step by its rows, seconds; never shorter with more rows."""
+    """Mean time of a step by its rows, seconds; never longer with fewer rows.
+
+    What disturbs a measurement makes it longer, so of two that do not fit together the shorter counts. One
+    that has become too short is corrected by the steps that it brings about.
+    """
 
     def __init__(self) -> None:
         self._rows: list[float] = []  # rising
@@ -77,18 +82,28 @@ class StepTimes:
         """Nothing has been observed: `of` has no answer."""
         return not self._rows
 
-    def of(self, num_rows: int) -> float:
+    def of(self, num_rows: float) -> float:
         """Between what has been measured. A little beyond it, as long as the nearest, to be found out by
         trying; further beyond, longer in proportion."""
         index = bisect_left(self._rows, num_rows)
-        before = max(self._seconds[:index], default=0.0)
         if index == len(self._rows):
-            return before * max(1.0, num_rows / (_TRIED * self._rows[-1]))
-        after = max(before, self._seconds[index])
+            return self._seconds[-1] * max(1.0, num_rows / (_TRIED * self._rows[-1]))
+        after = min(self._seconds[index:])
         if index == 0:
             return after
+        before = min(self._seconds[index - 1], after)
         low, high = self._rows[index - 1], self._rows[index]
         return before + (after - before) * (num_rows - low) / (high - low)
+
+    def bends(self, first: int, last: int) -> Iterable[float]:
+        """Numbers of rows above `first`, up to `last`, between which the time is a straight line."""
+        for rows in self._rows[bisect_right(self._rows, first) :]:
+            if rows >= last:
+                break
+            yield rows
+        if first < _TRIED * self._rows[-1] < last:
+            yield _TRIED * self._rows[-1]
+        yield last
 
 
 class Governor:
@@ -103,6 +118,17 @@ class Governor:
         """A step that decoded only, with `num_rows` rows, drafts among them."""
         self._times.observe(num_rows, seconds)
 
+    def is_worth_looking(self, chances: Sequence[float], most: int, max_rows: int) -> bool:
+        """Whether to look for guesses and to ask for `lengths`: not where none can pay, even if there were
+        `most` for each sequence; but now and then all the same: what is never tried is never learnt anew."""
+        room = min(max_rows - len(chances), most * len(chances))
+        if self._times.is_empty or room < 1:
+            return False
+        if self._is_probe_due or self._may_pay(chances, room):
+            return True
+        self._since_probe += 1
+        return False
+
     def lengths(self, chances: Sequence[float], limits: Sequence[int], max_rows: int) -> list[int]:
         """How many guesses of each sequence to check, at most `limits`, so that a step of one row a sequence
         and these has no more than `max_rows`."""
@@ -114,12 +140,27 @@ class Governor:
             lengths[index] += 1
         if any(lengths):
             self._since_probe = 0
-        elif order:
-            self._since_probe += 1
-            if self._since_probe == _PROBE_EVERY:
-                self._since_probe = 0
+        elif self._is_probe_due:
+            self._since_probe = 0
+            if order:
                 lengths[order[0]] = min(limits[order[0]], max_rows - len(chances))
+        else:
+            self._since_probe += 1
         return lengths
+
+    @property
+    def _is_probe_due(self) -> bool:
+        return self._since_probe + 1 >= _PROBE_EVERY
+
+    def _may_pay(self, chances: Sequence[float], room: int) -> bool:
+        """Whether up to `room` guesses could pay if each were as likely right as the likeliest one. Where
+        tokens and times grow in straight lines, the best number is at the end of a line."""
+        rows, best = len(chances), max(chances)
+        least_rate = _MARGIN * rows / self._times.of(rows)
+        return any(
+            rows + best * (more - rows) > least_rate * self._times.of(more)
+            for more in self._times.bends(rows, rows + room)
+        )
 
     def _num_worth(self, chances: Sequence[float], order: Sequence[int]) -> int:
         """How many of the guesses in `order` (the sequence of each) make the most tokens a second."""

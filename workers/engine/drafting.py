@@ -41,8 +41,10 @@ class Drafting:
     def start(self, decoding: Sequences[Sequence], max_rows: int) -> None:
         """Gives each sequence the guesses to check in the next step, all rows together at most `max_rows`,
         and blocks for them as far as they are there without taking them from anybody."""
-        proposed = [self._propose(sequence) for sequence in decoding]
         chances = [self._state(sequence).chance.value for sequence in decoding]
+        if not self._governor.is_worth_looking(chances, self._max_drafts, max_rows):
+            return
+        proposed = [self._propose(sequence) for sequence in decoding]
         lengths = self._governor.lengths(chances, [len(drafts) for drafts in proposed], max_rows)
         for sequence, drafts, length in zip(decoding, proposed, lengths, strict=True):
             table, start = sequence.block_table, sequence.num_computed + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from workers.decoding.governor import Chance, Governor, StepTimes
@@ -54,6 +56,44 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
     assert tried == ([0] * 31 + [8]) * 2
 
 
+def test_nobody_looks_for_guesses_that_cannot_pay() -> None:
+    """But once in 32 steps, whether there are any or not."""
+    governor = _governor(FLAT)
+    chances = [0.3] * 32
+    looked = []
+    for step in range(1, 97):
+        if governor.is_worth_looking(chances, 8, 512):
+            looked.append((step, sum(governor.lengths(chances, [0] * 31 + [step // 8], 512))))
+    assert looked == [(32, 4), (64, 8), (96, 12)]
+    assert not governor.is_worth_looking(chances, 8, 512)
+    for _ in range(30):
+        assert not governor.is_worth_looking(chances, 8, 512)
+    assert governor.is_worth_looking(chances, 8, 512)
+    assert governor.lengths(chances, [0] * 32, 512) == [0] * 32
+    assert not governor.is_worth_looking(chances, 8, 512)
+    assert governor.is_worth_looking([0.3] * 31 + [0.99], 8, 512)
+    assert governor.is_worth_looking([0.3], 8, 512)
+    assert not governor.is_worth_looking(chances, 8, 32)  # no room
+    assert not Governor().is_worth_looking([0.9], 8, 512)
+    assert not governor.is_worth_looking([], 8, 512)
+
+
+def test_whoever_looks_in_vain_would_have_got_none_anyway() -> None:
+    draw = random.Random(3)
+    num_none = 0
+    for _ in range(300):
+        seconds, times = 1.0, {}
+        for rows in sorted(draw.sample(range(1, 200), 6)):
+            seconds += draw.random() * rows / 10
+            times[rows] = 1000 * seconds
+        governor, count = _governor(times), draw.randint(1, 40)
+        chances, max_rows = [draw.random() ** 3 for _ in range(count)], draw.randint(1, 120)
+        if not governor.is_worth_looking(chances, 4, max_rows):
+            num_none += 1
+            assert governor.lengths(chances, [4] * count, max_rows) == [0] * count
+    assert num_none > 50
+
+
 def test_it_turns_down_as_the_batch_grows_and_up_again() -> None:
     governor = _governor(FLAT)
     means = [sum(governor.lengths([0.7] * n, [8] * n, 512)) / n for n in (1, 8, 32, 8, 1)]
@@ -89,11 +129,18 @@ def test_times_lie_between_what_was_measured() -> None:
     assert times.of(45) == 3.0 and times.of(90) == pytest.approx(6.0)
 
 
-def test_more_rows_never_seem_shorter_and_news_count() -> None:
+def test_fewer_rows_never_seem_longer_and_news_count() -> None:
     times = StepTimes()
     times.observe(4, 2.0)
     times.observe(8, 1.0)
-    assert times.of(8) == 2.0
+    assert times.of(4) == times.of(6) == times.of(8) == 1.0
     for _ in range(40):
         times.observe(8, 5.0)
     assert times.of(8) == pytest.approx(5.0, rel=0.01)
+    assert times.of(4) == 2.0
+
+
+def test_one_disturbed_step_does_not_make_guesses_look_free() -> None:
+    """Seen once, with few rows, it would otherwise count until there are so few again."""
+    governor = _governor({**FLAT, 2: 900.0})
+    assert governor.lengths([0.6] * 32, [8] * 32, 512) == [0] * 32

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, run
+from tests.unit.engine.toy import VOCAB, ToyExecutor, make_engine, make_request, numbers, reference, run
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import METHODS
+from workers.decoding.prompt_lookup import PromptLookup
+from workers.engine import drafting
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
+from workers.engine.step import StepPlan
 from workers.types import FinishReason
 
 BOTH = [SpeculativeConfig(method=method, max_draft_tokens=4) for method in METHODS]
@@ -78,6 +81,32 @@ def test_blocks_of_wrong_guesses_are_given_back_at_once() -> None:
         engine.step()
         engine.check_integrity()  # asserts that a table covers the computed tokens and no more
     assert _num_drafts(executor) > engine.stats().accepted_tokens_total
+
+
+def test_in_a_full_batch_nobody_looks_for_guesses_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row takes its time, and what is guessed is wrong: but for trials, guessing costs nothing."""
+    looked = [0]
+
+    class Wrong(PromptLookup):
+        def propose(self, max_tokens: int) -> tuple[int, ...]:
+            looked[0] += 1
+            return (VOCAB - 1,) * max_tokens
+
+    monkeypatch.setattr(drafting, "drafter_of", lambda method: Wrong())
+    now = [0.0]
+    engine, executor = make_engine(num_blocks=2048, speculative=LOOKUP, clock=lambda: now[0])
+
+    def pass_time(plan: StepPlan) -> None:
+        now[0] += sum(len(piece.token_ids) for piece in plan.slices) / 1000
+
+    executor.before_step = pass_time
+    for i in range(32):
+        engine.add(make_request(f"r{i}", numbers(9, i), 120, top_k=2))
+    run(engine)
+    num_steps = engine.stats().num_steps
+    assert num_steps > 110
+    assert looked[0] < 32 * 4 + num_steps // 8
+    assert engine.stats().drafted_tokens_total < 32 * num_steps // 20
 
 
 def test_guesses_take_no_blocks_from_anybody() -> None:
