@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.training.material_maker import HIDDEN, VOCAB, make_material
+from workers.progress import Progress
+from workers.training.fit import FitOptions
+from workers.training.material import lessons_of
+from workers.training.medusa import MedusaHeads, save, score, train
+from workers.training.prompts import Part
+
+OPTIONS = FitOptions(epochs=30, learning_rate=0.02, batch=32, seed=0)
+
+
+@pytest.fixture(scope="module")
+def heads() -> MedusaHeads:
+    material = make_material()
+    return train(material, lessons_of(material), 2, OPTIONS, Progress(io.StringIO()))
+
+
+def test_heads_that_know_nothing_guess_the_next_token_again() -> None:
+    found = score(MedusaHeads(2, HIDDEN), make_material(), Part.HELD_OUT)
+    assert found.tokens_per_step == [1.0, 1.0]
+    assert [ranks[0] for ranks in found.top_k] == [0.0, 0.0]
+
+
+def test_training_finds_what_the_states_tell(heads: MedusaHeads) -> None:
+    found = score(heads, make_material(), Part.HELD_OUT)
+    assert found.top_k[0][0] > 0.5
+    assert found.tokens_per_step[0] > 1.4
+    assert list(found.top_k[0]) == sorted(found.top_k[0])
+
+
+def test_the_same_seed_makes_the_same_heads(heads: MedusaHeads) -> None:
+    material = make_material()
+    again = train(material, lessons_of(material), 2, OPTIONS, Progress(io.StringIO()))
+    assert torch.equal(again.weight, heads.weight)
+
+
+def test_the_files_have_the_names_and_shapes(heads: MedusaHeads, tmp_path: Path) -> None:
+    save(heads, make_material(), tmp_path / "medusa")
+    assert json.loads((tmp_path / "medusa/config.json").read_text()) == {
+        "model_type": "tandem_medusa",
+        "hidden_size": HIDDEN,
+        "num_heads": 2,
+        "vocab_size": VOCAB,
+        "target_sha256": "0" * 64,
+    }
+    stored = load_file(tmp_path / "medusa/heads.safetensors")
+    assert {name: (tuple(value.shape), value.dtype) for name, value in stored.items()} == {
+        "heads.0.weight": ((HIDDEN, HIDDEN), torch.bfloat16),
+        "heads.0.bias": ((HIDDEN,), torch.bfloat16),
+        "heads.1.weight": ((HIDDEN, HIDDEN), torch.bfloat16),
+        "heads.1.bias": ((HIDDEN,), torch.bfloat16),
+        "draft_token_ids": ((VOCAB,), torch.int32),
+    }
+    assert torch.equal(stored["heads.1.weight"], heads.weight[1].bfloat16())

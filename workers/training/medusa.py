@@ -1,0 +1,172 @@
+"""Medusa heads: `python -m workers.training.medusa --model FOLDER --out FOLDER`.
+
+Head i looks at the target's last hidden state h, from which the target itself says the next token, and
+guesses the token i + 2 places behind the place of h:
+
+    argmax over the draft vocabulary of   head @ (h + silu(W_i h + b_i))
+
+W_i and b_i are all that is trained; they begin at zero, where the head guesses the next token again. Source:
+Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", 2024, here
+with one layer a head, over the target's own head instead of one of its own for each.
+
+    config.json        model_type, hidden_size, num_heads, vocab_size, target_sha256
+    heads.safetensors  heads.{i}.weight [hidden, hidden] and heads.{i}.bias [hidden] in bfloat16,
+                       draft_token_ids [V'] in int32
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from workers.progress import Progress
+from workers.training.acceptance import walk
+from workers.training.command import add_plan_options, run_training
+from workers.training.fit import FitOptions, fit
+from workers.training.material import Lessons, Material, cross_entropy, lessons_of
+from workers.training.prompts import Part
+
+_MAX_RANK = 4  # of the likely tokens of a head that are looked at, for trees of guesses
+_CHUNK = 512  # rows at a time when guesses are made
+
+
+class MedusaHeads(torch.nn.Module):
+    """All heads of a target."""
+
+    def __init__(self, num_heads: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(num_heads, hidden_size))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden) -> (rows, heads, hidden), which the target's head takes."""
+        moved = torch.einsum("hoi,ri->rho", self.weight, states) + self.bias
+        return states[:, None] + torch.nn.functional.silu(moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaScore:
+    """Of heads, over answers that they were not trained on."""
+
+    tokens_per_step: Sequence[float]  # with the first 1, 2, ... heads, each with its best guess
+    top_k: Sequence[Sequence[float]]  # of each head: how often the token is among its best 1, 2, ... guesses
+
+
+def train(
+    material: Material, lessons: Lessons, num_heads: int, options: FitOptions, progress: Progress
+) -> MedusaHeads:
+    """`options.batch` counts rows."""
+    heads = MedusaHeads(num_heads, material.states.shape[1])
+    rows, ends = material.rows_of(Part.TRAINING), _ends(material)
+    ahead = torch.arange(1, num_heads + 1)
+
+    def loss_of(batch: Sequence[int]) -> torch.Tensor:
+        chosen = rows[torch.tensor(batch)]
+        wanted = chosen[:, None] + ahead  # (rows, heads): the rows that head's tokens come from
+        is_there = wanted < ends[chosen][:, None]
+        features = heads(material.states[chosen].float())[is_there]
+        learnt = wanted[is_there]
+        logits = features.to(material.head.dtype) @ material.head.T
+        return cross_entropy(logits, lessons.places[learnt], lessons.shares[learnt]).mean()
+
+    fit(heads.parameters(), loss_of, len(rows), options, progress)
+    return heads
+
+
+def score(heads: MedusaHeads, material: Material, part: Part) -> MedusaScore:
+    """Of the heads as they are stored, in bfloat16."""
+    num_heads = heads.weight.shape[0]
+    stored = MedusaHeads(num_heads, heads.weight.shape[2])
+    stored.load_state_dict({name: value.bfloat16().float() for name, value in heads.state_dict().items()})
+    right: list[torch.Tensor] = []  # of each text: (tokens, heads, rank)
+    with torch.inference_mode():
+        for number in material.of(part):
+            start, end = material.starts[number : number + 2]
+            guesses = torch.cat(
+                [
+                    (stored(states.float()).to(material.head.dtype) @ material.head.T).topk(_MAX_RANK).indices
+                    for states in torch.split(material.states[start:end], _CHUNK)
+                ]
+            )
+            is_right = torch.zeros(guesses.shape, dtype=torch.bool)
+            for head in range(min(num_heads, end - start - 1)):
+                told = material.answers[start + 1 + head : end]
+                is_right[: len(told), head] = guesses[: len(told), head] == told[:, None]
+            right.append(is_right)
+    chains = [answer[:, :, 0] for answer in right]
+    return MedusaScore(
+        tokens_per_step=[walk(chains, guesses).tokens_per_step for guesses in range(1, num_heads + 1)],
+        top_k=[
+            _top_k([answer[: len(answer) - 1 - head, head] for answer in right]) for head in range(num_heads)
+        ],
+    )
+
+
+def save(heads: MedusaHeads, material: Material, folder: Path) -> None:
+    """Writes the two files. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    num_heads, hidden_size = heads.bias.shape
+    config = {
+        "model_type": "tandem_medusa",
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "vocab_size": len(material.embedding),
+        "target_sha256": material.target_sha256,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = {"draft_token_ids": material.draft_token_ids.to(torch.int32)}
+    for head in range(num_heads):
+        tensors[f"heads.{head}.weight"] = heads.weight.detach()[head].bfloat16().contiguous()
+        tensors[f"heads.{head}.bias"] = heads.bias.detach()[head].bfloat16().contiguous()
+    save_file(tensors, folder / "heads.safetensors", metadata={"format": "pt"})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 0, or 1 with a sentence on stderr. Raises SystemExit(2) for bad options."""
+    parser = argparse.ArgumentParser(prog="python -m workers.training.medusa")
+    add_plan_options(parser)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    options = parser.parse_args(arguments)
+    fit_options = FitOptions(
+        epochs=options.epochs, learning_rate=options.learning_rate, batch=512, seed=options.seed
+    )
+
+    def work(material: Material, progress: Progress) -> None:
+        heads = train(material, lessons_of(material), options.heads, fit_options, progress)
+        save(heads, material, options.out)
+        progress.end()
+        for part in (Part.HELD_OUT, Part.QUESTIONS):
+            found = score(heads, material, part)
+            print(f"{part.value}: draft vocabulary has {material.coverage(part):.1%} of the tokens")
+            for number, (rate, ranks) in enumerate(zip(found.tokens_per_step, found.top_k, strict=True)):
+                among = " ".join(f"{share:.3f}" for share in ranks)
+                print(
+                    f"  {number + 1} heads: {rate:.3f} tokens a step; of this head, best 1..4 right: {among}"
+                )
+
+    return run_training(options, work)
+
+
+def _ends(material: Material) -> torch.Tensor:
+    """(rows,): the row behind the text of each row."""
+    starts = torch.tensor(material.starts)
+    return starts[1:].repeat_interleave(starts.diff())
+
+
+def _top_k(right: Sequence[torch.Tensor]) -> list[float]:
+    """Of (tokens, ranks): the share of tokens with a right guess among the first 1, 2, ... ranks."""
+    seen = torch.cat(list(right)).double()
+    return [float(seen[:, : rank + 1].sum(dim=1).mean()) for rank in range(seen.shape[1])]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""The model's own answers to prompts, kept in a file that grows answer by answer and can be gone on with.
+
+    {"target_sha256": ..., "seed": ..., "count": ..., "max_tokens": ...}
+    {"number": 0, "part": "training", "prompt_ids": [...], "answer_ids": [...]}
+    ...
+
+An answer ends at an end id, which is part of it, or after `max_tokens`. Answers of a held-out part are
+greedy; of the others every third is sampled, so that texts differ more. Which answers share a step depends
+on where the writing was interrupted, and in bfloat16 that may change a token now and then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from workers.engine.engine import Engine
+from workers.progress import Progress
+from workers.runtime.launch import LocalGroup
+from workers.training.prompts import Part, Prompt
+from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
+
+BATCH = 32  # answers at the same time
+_SAMPLED_EVERY = 3
+_TEMPERATURE = 0.7
+_MAX_WAITING = 1 << 20
+
+
+class TextError(Exception):
+    """The file holds other texts than those that are wanted, or the model could not write them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the texts of a file are; its first line."""
+
+    target_sha256: str  # of the model that wrote them
+    seed: int  # of prompts and sampling
+    count: int  # prompts that are made from templates
+    max_tokens: int  # longest answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A prompt, in the form that the model is given, and its answer."""
+
+    number: int  # of the prompt
+    part: Part
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+def read_texts(file: Path, header: Header) -> list[Text]:
+    """Texts that were written, by number; [] when there is no file. A last line that was cut is left out.
+
+    Raises TextError when the file belongs to another header, OSError."""
+    if not file.exists():
+        return []
+    first, *lines = file.read_text(encoding="utf-8").split("\n")[:-1] or [""]
+    if first != json.dumps(asdict(header)):
+        raise TextError(
+            f"{file} begins with {first[:200]!r}, not {json.dumps(asdict(header))}: delete it first"
+        )
+    return sorted((_parse(line) for line in lines), key=lambda text: text.number)
+
+
+def write_texts(
+    file: Path, header: Header, prompts: Sequence[Prompt], *, folder: Path, threads: int, progress: Progress
+) -> list[Text]:
+    """Has the model in `folder` answer those prompts that the file has no answer to. Returns all texts.
+
+    Raises TextError, OSError, and what loading a model raises."""
+    done = {text.number for text in read_texts(file, header)}
+    if len(done) < len(prompts):
+        _drop_cut_line(file)
+        progress.start("loading the target to have it write")
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        config = GroupConfig(
+            model=ModelConfig(path=str(folder)),
+            cache=CacheConfig(max_bytes=1 << 30),
+            schedule=ScheduleConfig(max_running=BATCH, max_waiting=_MAX_WAITING),
+            parallel=ParallelConfig(device="cpu", threads_per_rank=threads),
+        )
+        with LocalGroup(config) as group, file.open("a", encoding="utf-8") as stream:
+            if not stream.tell():
+                stream.write(json.dumps(asdict(header)) + "\n")
+            waiting = {
+                number: (prompt.part, _chat_ids(tokenizer, prompt.text))
+                for number, prompt in enumerate(prompts)
+                if number not in done
+            }
+            engine = Engine(
+                limits=group.facts.limits,
+                cache=CacheConfig(block_size=group.facts.block_size),
+                schedule=config.schedule,
+                executor=group.executor,
+            )
+            for text in _answer(engine, header, waiting, progress):
+                line = {
+                    "number": text.number,
+                    "part": text.part.value,
+                    "prompt_ids": text.prompt_ids,
+                    "answer_ids": text.answer_ids,
+                }
+                stream.write(json.dumps(line) + "\n")
+                stream.flush()
+    return read_texts(file, header)
+
+
+def _answer(
+    engine: Engine, header: Header, waiting: dict[int, tuple[Part, tuple[int, ...]]], progress: Progress
+) -> Iterable[Text]:
+    """Texts as they are finished."""
+    answers: dict[RequestId, list[int]] = {}
+    numbers: dict[RequestId, int] = {}
+    for number, (part, prompt_ids) in waiting.items():
+        is_sampled = part is Part.TRAINING and number % _SAMPLED_EVERY == 0
+        sampling = SamplingParams(
+            max_tokens=header.max_tokens,
+            temperature=_TEMPERATURE if is_sampled else 0.0,
+            seed=header.seed + number,
+        )
+        request_id = RequestId(f"text-{number}")
+        answers[request_id], numbers[request_id] = [], number
+        engine.add(GenerateRequest(request_id=request_id, prompt_token_ids=prompt_ids, sampling=sampling))
+    num_done, num_tokens = 0, 0
+    progress.start(f"writing: {len(waiting)} answers to go")
+    while engine.has_work():
+        for chunk in engine.step():
+            if chunk.finish_reason is FinishReason.ERROR:
+                raise TextError(f"prompt {numbers[chunk.request_id]}: {chunk.error or 'ended in an error'}")
+            answers[chunk.request_id] += chunk.token_ids
+            if chunk.finish_reason is None:
+                continue
+            number = numbers[chunk.request_id]
+            part, prompt_ids = waiting[number]
+            answer_ids = tuple(answers.pop(chunk.request_id))
+            num_done, num_tokens = num_done + 1, num_tokens + len(answer_ids)
+            if num_done % BATCH == 0:
+                progress.start(f"writing: {num_done} of {len(waiting)} answers, {num_tokens} tokens")
+            yield Text(number=number, part=part, prompt_ids=prompt_ids, answer_ids=answer_ids)
+
+
+def _chat_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """The prompt as a chat of one turn, ready for the answer."""
+    chat = [{"role": "user", "content": text}]
+    written = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return tuple(tokenizer(written, add_special_tokens=False)["input_ids"])
+
+
+def _drop_cut_line(file: Path) -> None:
+    """What follows the last end of a line was being written when the writing was interrupted."""
+    if file.exists():
+        whole = file.read_bytes()
+        with file.open("r+b") as stream:
+            stream.truncate(whole.rfind(b"\n") + 1)
+
+
+def _parse(line: str) -> Text:
+    fields = json.loads(line)
+    return Text(
+        number=fields["number"],
+        part=Part(fields["part"]),
+        prompt_ids=tuple(fields["prompt_ids"]),
+        answer_ids=tuple(fields["answer_ids"]),
+    )
