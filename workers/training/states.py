@@ -38,7 +38,7 @@ def read_or_compute_states(
                 found: torch.Tensor = stored.get_tensor(_NAME)
                 return found
     progress.start("loading the target")
-    model = AutoModel.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).eval()
+    model = AutoModel.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     states = compute_states(model, texts, progress)
     save_file({_NAME: states}, file, metadata={_KEY: key})
     return states
