@@ -1,6 +1,7 @@
 """Guessed tokens beside plain decoding: the same engine, model and prompts in turn, and the same answers.
 
-    python -m benchmarks.speculation --model FOLDER [--batches 1 8 32] [--runs N] [--output FILE]
+    python -m benchmarks.speculation --model FOLDER [--methods prompt_lookup draft_model=FOLDER]
+                                     [--batches 1 8 32] [--runs N] [--output FILE]
 
 Prompts are of two kinds: `copy` asks for a text again (quoted, corrected, shortened), `chat` has questions.
 Tokens a second of the whole engine, medians over the runs, and their ratio; tokens a step; the share of the
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -113,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--methods", nargs="+", default=["prompt_lookup"])
+    parser.add_argument("--methods", nargs="+", default=["prompt_lookup"], metavar="METHOD[=FOLDER]")
     parser.add_argument("--max-draft-tokens", type=int, default=SpeculativeConfig().max_draft_tokens)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -129,13 +131,20 @@ def main() -> None:
         parallel=ParallelConfig(device="cpu", threads_per_rank=options.threads),
     )
     rows = []
-    with LocalGroup(config) as group:
-        plans = [SpeculativeConfig()]
-        plans += [
-            SpeculativeConfig(method=method, max_draft_tokens=options.max_draft_tokens)
-            for method in options.methods
-        ]
-        subjects = {plan.method: Subject(group, config, plan) for plan in plans}
+    plans = [SpeculativeConfig()]
+    for wanted in options.methods:
+        method, _, folder = wanted.partition("=")
+        plans.append(
+            SpeculativeConfig(method=method, model=folder, max_draft_tokens=options.max_draft_tokens)
+        )
+    with ExitStack() as stack:
+        shared = stack.enter_context(LocalGroup(config))
+        subjects = {}
+        for plan in plans:
+            group = shared
+            if plan.model:  # it lies beside a model of its own
+                group = stack.enter_context(LocalGroup(replace(config, speculative=plan)))
+            subjects[plan.method] = Subject(group, config, plan)
         for kind, texts in _PROMPTS.items():
             chats = [[{"role": "user", "content": text}] for text in texts]
             prompts = [

@@ -48,6 +48,7 @@ def build(args: dict[str, Any]) -> Application:
     checkpoint, misfits = open_model(config, Path(model.path))
     problems = [
         *misfits,
+        *_relative_drafts(config),
         *key_problems(config),
         *_resource_problems(config),
         *_network_problems(config),
@@ -139,6 +140,19 @@ def _located(model: ModelConfig) -> ModelConfig:
         problem = Problem(path="model.path", message=str(error), got=repr(model.path), hint=hint)
         raise ConfigError([problem]) from error
     return replace(model, path=str(folder), name=model.name or folder.resolve().name)
+
+
+def _relative_drafts(config: TandemConfig) -> Iterable[Problem]:
+    """Folders of draft models that would be taken from this process's working folder."""
+    for name, pool in config.pools.by_name().items():
+        folder = pool.speculative.model
+        if folder and not os.path.isabs(os.path.expanduser(folder)):
+            yield Problem(
+                path=f"pools.{name}.speculative.model",
+                message="is no absolute path; `tandem deploy` makes one of it",
+                got=repr(folder),
+                hint="a folder must be there, under this path, on every machine of the cluster",
+            )
 
 
 def _resource_problems(config: TandemConfig) -> Iterable[Problem]:

@@ -57,8 +57,9 @@ class SpeculativeConfig:
     """Several tokens a step: guesses that the model checks together. Answers are the same as without."""
 
     # none; prompt_lookup: what came after the same tokens before; lookahead: what the model said to other
-    # guesses
+    # guesses; draft_model: what a small model says; medusa: what heads on the model's hidden states say
     method: str = "none"
+    model: str = ""  # folder of the small model, or of the heads
     max_draft_tokens: int = 8  # most guesses of a sequence in a step; how many pay is measured
 
 

@@ -12,6 +12,7 @@ from cluster.figures.step_cost import StepShape
 from cluster.figures.step_shape import shape_of
 from workers.config import CacheConfig, GroupConfig
 from workers.engine.engine import Engine
+from workers.engine.proposals import DraftHeads, DraftModel
 from workers.engine.step import Executor, GroupFailed, StepPlan, StepResult
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank import RankFacts
@@ -129,6 +130,14 @@ class _Recorder:
     @property
     def num_blocks(self) -> int:
         return self._executor.num_blocks
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        return self._executor.draft_model
+
+    @property
+    def draft_heads(self) -> DraftHeads | None:
+        return self._executor.draft_heads
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plan = plan

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from cluster.config.problems import Problem, join
 from cluster.config.tree import TandemConfig
-from workers.decoding.drafter import METHODS
+from workers.decoding.drafter import METHODS, MODEL_METHODS
 
 
 class Range(NamedTuple):
@@ -119,7 +119,7 @@ RANGES: dict[str, Range] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.quantization": ("none", "int8", "int4"),
-    "pools.*.speculative.method": ("none", *METHODS),
+    "pools.*.speculative.method": ("none", *METHODS, *MODEL_METHODS),
     "pools.*.transfer.transport": ("auto", "memory", "process_group", "sockets"),
 }
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[A-Za-z0-9._~\[\]:-]+")

@@ -18,6 +18,7 @@ from cluster.config.pools import pool_problems
 from cluster.config.problems import ConfigError, Problem, join, unknown_key
 from cluster.config.tree import EMBEDDED_MODEL, TandemConfig
 from cluster.config.yaml_tree import read_yaml
+from workers.decoding.drafter import MODEL_METHODS
 
 # Keys that look right but are written elsewhere, or that Tandem fills in.
 _ELSEWHERE = {
@@ -190,6 +191,14 @@ def _cross_problems(config: TandemConfig) -> Iterable[Problem]:
     if not config.model.path:
         yield Problem(path="model.path", message="is empty", hint=f"give a folder, or {EMBEDDED_MODEL}")
     for name, pool in config.pools.by_name().items():
+        speculative = pool.speculative
+        if (speculative.method in MODEL_METHODS) != bool(speculative.model):
+            yield Problem(
+                path=f"pools.{name}.speculative.model",
+                message=f"does not go with the method {speculative.method}",
+                got=repr(speculative.model),
+                hint=f"the folder that {' and '.join(MODEL_METHODS)} need; other methods have none",
+            )
         length, cache = config.model.max_model_len, pool.cache
         if (
             length is not None

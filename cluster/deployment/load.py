@@ -8,14 +8,16 @@ not divide, pools and context lengths that do not fit; and the file of API keys.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.config.parse import apply_overrides, check_config
+from cluster.config.parse import apply_overrides, check_config, parse_config
 from cluster.config.pools import deployment_problems
 from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL, TandemConfig
@@ -127,6 +129,7 @@ def deployment_of(source: YamlTree, file: str, given: CommandLine, *, allow_open
     # Processes of the cluster have other working folders and, elsewhere, another home.
     model = replace(config.model, path=canonical_path(config.model.path))
     args = {**args, "model": {**(args.get("model") or {}), "path": model.path}}
+    args, config = _with_absolute_drafts(args, config)
     http = {**(tree.get("http_options") or {}), **({} if given.port is None else {"port": given.port})}
     applications = list(tree["applications"])
     applications[index] = {**app, "args": args}
@@ -144,6 +147,19 @@ def deployment_of(source: YamlTree, file: str, given: CommandLine, *, allow_open
         num_replicas={entry["name"]: _replicas(entry, "min_replicas") for entry in deployments},
         most_replicas={entry["name"]: _replicas(entry, "max_replicas") for entry in deployments},
     )
+
+
+def _with_absolute_drafts(args: dict[str, Any], config: TandemConfig) -> tuple[dict[str, Any], TandemConfig]:
+    """The same with the folders of draft models as absolute paths."""
+    found = [
+        f"pools.{name}.speculative.model={json.dumps(os.path.abspath(os.path.expanduser(folder)))}"
+        for name, pool in config.pools.by_name().items()
+        if (folder := pool.speculative.model)
+    ]
+    if not found:
+        return args, config
+    args = apply_overrides(args, found)
+    return args, parse_config(args)
 
 
 def check_model(deployment: Deployment) -> Checkpoint | None:

@@ -11,9 +11,11 @@ from cluster.figures.number_formats import element_bytes
 from cluster.models.embedded import canonical_path
 from router.api.auth import load_api_keys
 from router.text.tokenizer import TEXT_FILES, TextTokenizer
+from workers.decoding.drafter import MEDUSA
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.files import resolve_inside
+from workers.model.medusa_folder import MedusaFolder
 from workers.model.spec import check_tensor_parallel
 from workers.runtime.pool_size import bytes_per_block
 
@@ -57,12 +59,22 @@ def _misfits(config: TandemConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
             check_tensor_parallel(checkpoint.spec, pool.tensor_parallel)
         except TensorParallelError as error:
             yield Problem(path=f"pools.{name}.tensor_parallel", message=str(error))
-        else:
-            yield from _too_small(config, name, pool, checkpoint)
+            continue
+        draft = None
+        if folder := pool.speculative.model:
+            try:
+                if pool.speculative.method == MEDUSA:
+                    MedusaFolder(folder, checkpoint)
+                else:
+                    draft = Checkpoint(folder, checkpoint)
+            except (CheckpointError, OSError) as error:
+                yield Problem(path=f"pools.{name}.speculative.model", message=str(error))
+                continue
+        yield from _too_small(config, name, pool, checkpoint, draft)
 
 
 def _too_small(
-    config: TandemConfig, name: str, pool: PoolConfig, checkpoint: Checkpoint
+    config: TandemConfig, name: str, pool: PoolConfig, checkpoint: Checkpoint, draft: Checkpoint | None
 ) -> Iterator[Problem]:
     """A KV pool that cannot hold one request of full length, as far as the config decides its size: groups
     refuse to start with it."""
@@ -90,9 +102,10 @@ def _too_small(
     is_one_machine = pool.placement == "STRICT_PACK" or config.network.interface == "loopback"
     sharers = pool.tensor_parallel if is_one_machine else 1
     kv_heads = len(checkpoint.spec.kv_heads_of_rank(0, pool.tensor_parallel))  # the most that a rank has
-    block_bytes = bytes_per_block(
-        checkpoint.spec, kv_heads, cache.block_size, element_bytes(config.model.dtype)
-    )
+    width = element_bytes(config.model.dtype)
+    block_bytes = bytes_per_block(checkpoint.spec, kv_heads, cache.block_size, width)
+    if draft is not None:  # on rank 0
+        block_bytes += bytes_per_block(draft.spec, draft.spec.num_kv_heads, cache.block_size, width)
     num_blocks = cache.max_bytes // sharers // block_bytes
     if num_blocks < needed:
         yield Problem(

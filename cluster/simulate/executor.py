@@ -9,6 +9,7 @@ from __future__ import annotations
 from cluster.figures.step_cost import StepCost
 from cluster.figures.step_shape import shape_of
 from cluster.simulate.world import World
+from workers.engine.proposals import DraftHeads, DraftModel
 from workers.engine.step import Sampled, SliceResult, StepPlan, StepResult
 
 TOKEN = 0
@@ -29,6 +30,16 @@ class CostExecutor:
     @property
     def num_blocks(self) -> int:
         return self._num_blocks
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """There is none."""
+        return None
+
+    @property
+    def draft_heads(self) -> DraftHeads | None:
+        """There are none."""
+        return None
 
     @property
     def has_run(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from workers.config import (
     SpeculativeConfig,
 )
 from workers.engine.engine import Engine
+from workers.engine.proposals import DraftHeads, DraftModel, DraftTask, HeadTask, Proposals
 from workers.engine.step import Executor, StepPlan, StepResult
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank import RankFacts
@@ -34,10 +36,17 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
 
 def group_config(
-    folder: Path, tensor_parallel: int, *, step_timeout_s: float = 20.0, **cache: int
+    folder: Path,
+    tensor_parallel: int,
+    *,
+    step_timeout_s: float = 20.0,
+    dtype: str = "float32",
+    speculative: SpeculativeConfig | None = None,
+    **cache: int,
 ) -> GroupConfig:
     return GroupConfig(
-        model=ModelConfig(path=str(folder), dtype="float32"),
+        model=ModelConfig(path=str(folder), dtype=dtype),
+        speculative=speculative or SpeculativeConfig(),
         cache=CacheConfig(block_size=BLOCK_SIZE, **({"num_blocks": 160} | cache)),
         parallel=ParallelConfig(
             tensor_parallel=tensor_parallel, threads_per_rank=1, step_timeout_s=step_timeout_s, device="cpu"
@@ -45,7 +54,7 @@ def group_config(
     )
 
 
-def start_group(folder: Path, tensor_parallel: int, **options: float) -> LocalGroup:
+def start_group(folder: Path, tensor_parallel: int, **options: float | str | SpeculativeConfig) -> LocalGroup:
     """A group whose failures are raised by its executor and nowhere else."""
     config = group_config(folder, tensor_parallel, **options)  # type: ignore[arg-type]
     return LocalGroup(config, on_failure=lambda reason: None)
@@ -57,12 +66,49 @@ class FewerBlocks:
     def __init__(self, executor: Executor, num_blocks: int) -> None:
         self._executor = executor
         self.num_blocks = num_blocks
+        self.draft_model = executor.draft_model
+        self.draft_heads = executor.draft_heads
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._executor.execute(plan)
 
     def close(self) -> None:
         self._executor.close()
+
+
+class InNoTime:
+    """An executor whose guesses take no time, so that as many are made as are allowed, on any machine; with
+    an engine whose clock stands still."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.num_blocks = executor.num_blocks
+        self.draft_model = executor.draft_model and _QuickModel(executor.draft_model)
+        self.draft_heads = executor.draft_heads and _QuickHeads(executor.draft_heads)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._executor.execute(plan)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _QuickModel:
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+        self.max_tokens = model.max_tokens
+
+    def propose(self, tasks: Sequence[DraftTask]) -> Proposals:
+        return Proposals(self._model.propose(tasks).drafts)
+
+
+class _QuickHeads:
+    def __init__(self, heads: DraftHeads) -> None:
+        self._heads = heads
+        self.num_heads = heads.num_heads
+
+    def propose(self, step_number: int, tasks: Sequence[HeadTask]) -> Proposals:
+        return Proposals(self._heads.propose(step_number, tasks).drafts)
 
 
 @dataclass
@@ -89,6 +135,7 @@ class Client:
         num_blocks: int | None = None,
         prefix_reuse: bool = True,
         speculative: SpeculativeConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **schedule: int | None,
     ) -> None:
         self.engine = Engine(
@@ -96,6 +143,7 @@ class Client:
             cache=CacheConfig(block_size=facts.block_size, prefix_reuse=prefix_reuse),
             schedule=replace(ScheduleConfig(max_step_tokens=UNLIMITED), **schedule),
             speculative=speculative,
+            clock=clock,
             executor=executor if num_blocks is None else FewerBlocks(executor, num_blocks),
         )
         self._number = 0

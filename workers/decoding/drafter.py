@@ -1,4 +1,4 @@
-"""What a way of guessing the next tokens of one sequence has to do, and the ways there are."""
+"""What a way of guessing the next tokens of one sequence has to do, and all the ways there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Protocol
 from workers.decoding.lookahead import Lookahead
 from workers.decoding.prompt_lookup import PromptLookup
 
-METHODS = ("prompt_lookup", "lookahead")
+METHODS = ("prompt_lookup", "lookahead")  # of one sequence, from its tokens
+DRAFT_MODEL = "draft_model"  # of all sequences, by a second model
+MEDUSA = "medusa"  # of all sequences, by heads on the model's last hidden states
+MODEL_METHODS = (DRAFT_MODEL, MEDUSA)  # those that need a folder
 
 
 class Drafter(Protocol):
@@ -39,4 +42,5 @@ def drafter_of(method: str) -> Drafter:
         return PromptLookup()
     if method == "lookahead":
         return Lookahead()
-    raise ValueError(f"speculative.method is {method!r}: it must be none, {' or '.join(METHODS)}")
+    legal = ", ".join(("none", *METHODS, *MODEL_METHODS))
+    raise ValueError(f"speculative.method is {method!r}: it must be one of {legal}")

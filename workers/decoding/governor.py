@@ -6,6 +6,7 @@ at once and a further row is nearly free; with many, each takes its time. So bot
 
     time of a step      by number of rows, from the steps themselves
     chance of a guess   from what became of the sequence's guesses so far
+    time of guessing    by number of sequences in one pass of what guesses, if that takes time at all
 
 and the guesses with the best chances are taken while the expected tokens a second rise (goodput, as in Liu et
 al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", 2024). Looking for
@@ -106,16 +107,39 @@ class StepTimes:
         yield last
 
 
+class _Passes:
+    """The passes that make some guesses, and what they take, seconds. A guess of a sequence is made in a pass
+    of its own, which it shares with those of other sequences."""
+
+    def __init__(self, times: StepTimes, num_sequences: int) -> None:
+        self._by_rows = [0.0] * (num_sequences + 1)  # seconds of a pass
+        if not times.is_empty:
+            self._by_rows[1:] = map(times.of, range(1, num_sequences + 1))
+        self._rows: list[int] = []  # of each pass
+        self.seconds = 0.0
+
+    def add(self, number: int) -> None:
+        """One more sequence has a guess of this number, from 0; it has those before it already."""
+        if number == len(self._rows):
+            self._rows.append(0)
+        rows = self._rows[number]
+        self._rows[number] += 1
+        self.seconds += self._by_rows[rows + 1] - self._by_rows[rows]
+
+
 class Governor:
     """Of one engine: measures its steps and says how long drafts may be."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_one_pass: bool = False) -> None:
+        """is_one_pass: all guesses are made in one pass; else each guess of a sequence in one of its own."""
+        self._is_one_pass = is_one_pass
         self.chance = Chance()  # of all sequences
         self._times = StepTimes()
+        self._pass_times = StepTimes()
         self._since_probe = 0
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """A step that decoded only, with `num_rows` rows, drafts among them."""
+        """A step that decoded only, with `num_rows` rows, drafts among them; the time without guessing."""
         self._times.observe(num_rows, seconds)
 
     def is_worth_looking(self, chances: Sequence[float], most: int, max_rows: int) -> bool:
@@ -128,6 +152,10 @@ class Governor:
             return True
         self._since_probe += 1
         return False
+
+    def observe_pass(self, num_rows: int, seconds: float) -> None:
+        """A pass that made a guess for each of some sequences."""
+        self._pass_times.observe(num_rows, seconds)
 
     def lengths(self, chances: Sequence[float], limits: Sequence[int], max_rows: int) -> list[int]:
         """How many guesses of each sequence to check, at most `limits`, so that a step of one row a sequence
@@ -166,11 +194,15 @@ class Governor:
         """How many of the guesses in `order` (the sequence of each) make the most tokens a second."""
         tokens, rows, best = float(len(chances)), len(chances), 0
         best_rate = _MARGIN * tokens / self._times.of(rows)
-        worth = list(chances)
+        worth, lengths = list(chances), [0] * len(chances)
+        passes = _Passes(self._pass_times, len(chances))
         for count, index in enumerate(order, 1):
             tokens += worth[index]
             worth[index] *= chances[index]
-            rate = tokens / self._times.of(rows + count)
+            if not (self._is_one_pass and lengths[index]):
+                passes.add(lengths[index])
+            lengths[index] += 1
+            rate = tokens / (self._times.of(rows + count) + passes.seconds)
             if rate > best_rate:
                 best_rate, best = rate, count
         return best

@@ -10,12 +10,17 @@ without guesses, greedy or not: a guess is accepted with exactly the probability
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
+from typing import Protocol
 
 from workers.config import SpeculativeConfig
-from workers.decoding.drafter import Drafter, drafter_of
+from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, Drafter, drafter_of
 from workers.decoding.governor import Chance, Governor
 from workers.engine.block_pool import BlockPool
-from workers.engine.sequence import Sequence
+from workers.engine.head_guesses import HeadGuesses
+from workers.engine.model_guesses import ModelGuesses
+from workers.engine.proposals import Proposals
+from workers.engine.sequence import SampledAt, Sequence
+from workers.engine.step import Executor
 
 
 class DraftState:
@@ -23,73 +28,150 @@ class DraftState:
 
     __slots__ = ("chance", "drafter")
 
-    def __init__(self, drafter: Drafter, all_chances: Chance) -> None:
-        self.drafter = drafter
+    def __init__(self, all_chances: Chance) -> None:
         self.chance = Chance(all_chances)
+        self.drafter: Drafter | None = None  # of a method that guesses from the tokens alone
+
+
+class Guesses(Protocol):
+    """A way of guessing, for all sequences of an engine."""
+
+    def limits(self, sequences: Sequences[Sequence], most: Sequences[int]) -> list[int]:
+        """How many there can be of each sequence, of which `most` are wanted at most."""
+        ...
+
+    def guess(self, sequences: Sequences[Sequence], lengths: Sequences[int]) -> Proposals:
+        """Up to `lengths` of each sequence, whose blocks are there. Called after `limits` of the same."""
+        ...
+
+    def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
+        """The model has been given the newest token and `sequence.drafts`, and has said one more token after
+        each; the sequence has not heard of them."""
+        ...
+
+
+class TextGuesses:
+    """From the tokens of each sequence alone."""
+
+    def __init__(self, method: str, all_chances: Chance) -> None:
+        self._method = method
+        self._all_chances = all_chances
+        self._found: list[tuple[int, ...]] = []
+
+    def limits(self, sequences: Sequences[Sequence], most: Sequences[int]) -> list[int]:
+        self._found = [self._propose(*pair) for pair in zip(sequences, most, strict=True)]
+        return list(map(len, self._found))
+
+    def guess(self, sequences: Sequences[Sequence], lengths: Sequences[int]) -> Proposals:
+        return Proposals([found[:length] for found, length in zip(self._found, lengths, strict=True)])
+
+    def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
+        self._drafter(sequence).note_checked(sequence.drafts, sampled)
+
+    def _propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        drafter = self._drafter(sequence)
+        drafter.extend(sequence.tokens(drafter.num_tokens, sequence.num_tokens))
+        return sequence.allowed(drafter.propose(most))
+
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        state = _state(sequence, self._all_chances)
+        if state.drafter is None:
+            state.drafter = drafter_of(self._method)
+        return state.drafter
 
 
 class Drafting:
     """Of one engine; used by its thread."""
 
-    def __init__(self, config: SpeculativeConfig, pool: BlockPool, block_size: int) -> None:
-        self._method = config.method
-        self._max_drafts = config.max_draft_tokens
+    def __init__(
+        self, guesses: Guesses, governor: Governor, pool: BlockPool, block_size: int, max_drafts: int
+    ) -> None:
+        self._guesses = guesses
+        self._max_drafts = max_drafts
         self._pool = pool
         self._block_size = block_size
-        self._governor = Governor()
+        self._governor = governor
+        self._guessing_s = 0.0  # of the step
 
     def start(self, decoding: Sequences[Sequence], max_rows: int) -> None:
         """Gives each sequence the guesses to check in the next step, all rows together at most `max_rows`,
         and blocks for them as far as they are there without taking them from anybody."""
-        chances = [self._state(sequence).chance.value for sequence in decoding]
+        self._guessing_s = 0.0
+        chances = [_state(sequence, self._governor.chance).chance.value for sequence in decoding]
         if not self._governor.is_worth_looking(chances, self._max_drafts, max_rows):
             return
-        proposed = [self._propose(sequence) for sequence in decoding]
-        lengths = self._governor.lengths(chances, [len(drafts) for drafts in proposed], max_rows)
-        for sequence, drafts, length in zip(decoding, proposed, lengths, strict=True):
-            table, start = sequence.block_table, sequence.num_computed + 1
-            missing = -(-(start + length) // self._block_size) - len(table)
-            for _ in range(min(missing, self._pool.num_available)):
-                table.append(self._pool.allocate())
-            sequence.drafts = drafts[: min(length, len(table) * self._block_size - start)]
+        # The token after the last guess is one of those that are left.
+        most = [min(self._max_drafts, s.max_num_tokens - s.num_tokens - 1) for s in decoding]
+        limits = self._guesses.limits(decoding, most)
+        lengths = self._governor.lengths(chances, limits, max_rows)
+        lengths = [self._reserve(*pair) for pair in zip(decoding, lengths, strict=True)]
+        proposals = self._guesses.guess(decoding, lengths)
+        for sequence, drafts in zip(decoding, proposals.drafts, strict=True):
+            sequence.drafts = drafts
+            self._trim(sequence, sequence.num_computed + 1 + len(sequence.drafts))
+        self._guessing_s = sum(each.seconds for each in proposals.passes)
+        for num_rows, seconds in proposals.passes:
+            self._governor.observe_pass(num_rows, seconds)
 
-    def end(self, sequence: Sequence, sampled: Sequences[int], num_right: int) -> None:
+    def end(
+        self, sequence: Sequence, place: tuple[int, int], sampled: Sequences[int], num_right: int
+    ) -> None:
         """`sampled`: what the model said after its newest token and each of its guesses, of which the first
         `num_right` were right and are computed tokens now. Blocks that hold nothing but the others are given
-        back."""
-        state = self._state(sequence)
-        state.chance.observe(len(sequence.drafts), num_right)
-        state.drafter.note_checked(sequence.drafts, sampled)
+        back. `place`: number of the step, index of the slice."""
+        sequence.sampled_at = SampledAt(*place, num_right)
+        if not sequence.drafts:
+            return
+        _state(sequence, self._governor.chance).chance.observe(len(sequence.drafts), num_right)
+        self._guesses.note_checked(sequence, sampled)
         sequence.drafts = ()
-        table, needed = sequence.block_table, -(-sequence.num_computed // self._block_size)
+        self._trim(sequence, sequence.num_computed)
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        """A step that only decoded, with the time for its guesses."""
+        self._governor.observe(num_rows, seconds - self._guessing_s)
+
+    def _reserve(self, sequence: Sequence, length: int) -> int:
+        """Blocks for so many guesses, as far as there are any; returns for how many."""
+        table, start = sequence.block_table, sequence.num_computed + 1
+        missing = -(-(start + length) // self._block_size) - len(table)
+        for _ in range(min(missing, self._pool.num_available)):
+            table.append(self._pool.allocate())
+        return min(length, len(table) * self._block_size - start)
+
+    def _trim(self, sequence: Sequence, num_tokens: int) -> None:
+        table, needed = sequence.block_table, -(-num_tokens // self._block_size)
         while len(table) > needed:
             self._pool.free(table.pop())
 
-    def note_step(self, num_rows: int, seconds: float) -> None:
-        """A step that only decoded."""
-        self._governor.observe(num_rows, seconds)
 
-    def _propose(self, sequence: Sequence) -> tuple[int, ...]:
-        # The token after the last guess is one of those that are left.
-        left = sequence.max_num_tokens - sequence.num_tokens - 1
-        drafter = self._state(sequence).drafter
-        drafter.extend(sequence.tokens(drafter.num_tokens, sequence.num_tokens))
-        drafts = drafter.propose(min(self._max_drafts, left))
-        if sequence.grammar is not None and drafts:
-            return drafts[: sequence.grammar.num_allowed(drafts)]
-        return drafts
-
-    def _state(self, sequence: Sequence) -> DraftState:
-        if sequence.drafting is None:
-            sequence.drafting = DraftState(drafter_of(self._method), self._governor.chance)
-        return sequence.drafting
-
-
-def drafting_of(config: SpeculativeConfig | None, pool: BlockPool, block_size: int) -> Drafting | None:
-    """None when nothing is to be guessed. Raises ValueError for a config that nobody has checked."""
+def drafting_of(
+    config: SpeculativeConfig | None, pool: BlockPool, block_size: int, executor: Executor
+) -> Drafting | None:
+    """None when nothing is to be guessed. Raises ValueError for a config that nobody has checked, and where
+    the executor lacks what it needs."""
     if config is None or config.method == "none":
         return None
-    drafter_of(config.method)  # raises for one that there is not
     if config.max_draft_tokens < 1:
         raise ValueError(f"speculative.max_draft_tokens is {config.max_draft_tokens}: it must be at least 1")
-    return Drafting(config, pool, block_size)
+    governor = Governor()
+    guesses: Guesses
+    if config.method == DRAFT_MODEL:
+        if executor.draft_model is None:
+            raise ValueError("speculative.method is draft_model, but this group has loaded no draft model")
+        guesses = ModelGuesses(executor.draft_model, pool, block_size)
+    elif config.method == MEDUSA:
+        if executor.draft_heads is None:
+            raise ValueError("speculative.method is medusa, but this group has loaded no heads")
+        governor = Governor(is_one_pass=True)
+        guesses = HeadGuesses(executor.draft_heads)
+    else:
+        drafter_of(config.method)  # raises for one that there is not
+        guesses = TextGuesses(config.method, governor.chance)
+    return Drafting(guesses, governor, pool, block_size, config.max_draft_tokens)
+
+
+def _state(sequence: Sequence, all_chances: Chance) -> DraftState:
+    if sequence.drafting is None:
+        sequence.drafting = DraftState(all_chances)
+    return sequence.drafting

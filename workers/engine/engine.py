@@ -40,7 +40,7 @@ from workers.engine.request import (
 from workers.engine.scheduler import Scheduler
 from workers.engine.search import make_search
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.step import Executor, Sampled, SequenceSlice, SliceResult
+from workers.engine.step import Executor, Sampled, SliceResult, StepPlan
 from workers.engine.totals import EngineTotals, group_report, group_stats
 from workers.report import GroupReport
 from workers.types import (
@@ -98,7 +98,7 @@ class Engine:
             clock=clock,
             setup=exchange if self._prefix_reuse else replace(exchange, peers=None),
         )
-        self._drafting = drafting_of(speculative, self._pool, cache.block_size)
+        self._drafting = drafting_of(speculative, self._pool, cache.block_size, executor)
         self._scheduler = Scheduler(
             schedule=schedule,
             pool=self._pool,
@@ -198,11 +198,9 @@ class Engine:
                 sequence.parent.admitted_s = started
         self._grammars.start(scheduled.sequences, scheduled.plan.slices)
         outcomes = run_plan(self._executor, scheduled.plan)
-        for sequence, piece, outcome in zip(
-            scheduled.sequences, scheduled.plan.slices, outcomes, strict=False
-        ):
+        for index, sequence in enumerate(scheduled.sequences):
             if sequence.state is not _FINISHED:  # ended in this loop, with a choice beside it
-                self._take(sequence, piece, outcome, chunks)
+                self._take(sequence, scheduled.plan, index, outcomes[index], chunks)
         if scheduled.searches:
             self._take_searches(scheduled, outcomes, chunks)
         if all(isinstance(outcome, Exception) for outcome in outcomes):
@@ -327,9 +325,10 @@ class Engine:
         self._fail(request_id, failure.code, failure.message, chunks, spoiled=spoiled)
 
     def _take(
-        self, sequence: Sequence, piece: SequenceSlice, outcome: Outcome, chunks: list[TokenChunk]
+        self, sequence: Sequence, plan: StepPlan, index: int, outcome: Outcome, chunks: list[TokenChunk]
     ) -> None:
-        """Brings a sequence forward by what the step found for its slice."""
+        """Brings a sequence forward by what the step found for its slice, of this index."""
+        piece = plan.slices[index]
         failure = failure_of(piece, outcome, self._limits.vocab_size)
         if failure is not None:
             self._fail_by(sequence, failure, chunks)
@@ -340,11 +339,12 @@ class Engine:
             assert sequence.prompt_scores is not None
             sequence.prompt_scores.extend(outcome.prompt_logprobs)
         if sequence.num_computed == sequence.num_tokens:
-            chunks.append(self._answer(sequence, piece, outcome))
+            chunks.append(self._answer(sequence, plan, index, outcome))
 
-    def _answer(self, sequence: Sequence, piece: SequenceSlice, result: SliceResult) -> TokenChunk:
+    def _answer(self, sequence: Sequence, plan: StepPlan, index: int, result: SliceResult) -> TokenChunk:
         """The chunk of a sequence whose tokens are all computed; appends what was sampled, as far as the
         drafts were right, and ends it if its last token was among it."""
+        piece = plan.slices[index]
         sampled: list[Sampled] = []
         reason: FinishReason | None = FinishReason.LENGTH  # of a request for no tokens at all
         stop_token_id: int | None = None
@@ -356,10 +356,9 @@ class Engine:
                 break
             self._scheduler.advance(sequence, 1)  # the draft's keys and values are the token's
         self._totals.num_generated += len(sampled)
-        if piece.num_drafts:
-            assert self._drafting is not None
+        if self._drafting is not None and sampled:
             said = [found.token_id for found in result.sampled]
-            self._drafting.end(sequence, said, num_right=len(sampled) - 1)
+            self._drafting.end(sequence, (plan.number, index), said, num_right=len(sampled) - 1)
             self._totals.num_drafted += piece.num_drafts
             self._totals.num_accepted += len(sampled) - 1
         if reason is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from workers.engine.request import RequestState
 from workers.engine.step import SampleTask, SequenceSlice
@@ -26,6 +26,7 @@ from workers.types import FinishReason, TokenLogprob
 if TYPE_CHECKING:
     from workers.engine.drafting import DraftState
     from workers.engine.grammars import GrammarCursor
+    from workers.engine.model_guesses import DraftProgress
     from workers.engine.search import Search
 
 
@@ -39,6 +40,14 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
+class SampledAt(NamedTuple):
+    """The row of a step that the newest token of a sequence came from."""
+
+    step: int
+    slice: int
+    row: int  # of those after which the slice sampled
+
+
 class Sequence:
     """State of one choice. The scheduler changes state, blocks and progress; the engine appends tokens."""
 
@@ -46,6 +55,7 @@ class Sequence:
         "backlog",
         "block_table",
         "choice",
+        "draft_progress",
         "drafting",
         "drafts",
         "grammar",
@@ -62,6 +72,7 @@ class Sequence:
         "prompt",
         "prompt_len",
         "prompt_scores",
+        "sampled_at",
         "search",
         "state",
         "task",
@@ -88,6 +99,8 @@ class Sequence:
         self.num_cached: int | None = None  # prompt tokens found cached at the first admission
         self.drafts: tuple[int, ...] = ()  # guesses after the tokens, in the step being computed
         self.drafting: DraftState | None = None  # once a guess has been looked for
+        self.draft_progress: DraftProgress | None = None  # once a draft model has read of its blocks
+        self.sampled_at: SampledAt | None = None  # while guesses come from there
         self.search: Search | None = None  # of a beam search: its hypotheses (`workers.engine.search`)
         self.num_rows = 1  # tokens of a step that it takes at most when its prompt is computed
         self.grammar: GrammarCursor | None = None  # once it is compiled
@@ -139,6 +152,12 @@ class Sequence:
         return self.prompt[start:] + tuple(
             self.output[max(0, start - self.prompt_len) : end - self.prompt_len]
         )
+
+    def allowed(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The first ones of guesses, as far as the grammar of the answer goes on with them."""
+        if self.grammar is not None and drafts:
+            return drafts[: self.grammar.num_allowed(drafts)]
+        return drafts
 
     def score_targets(self, start: int, end: int) -> tuple[int, ...] | None:
         """Prompt tokens to score in the rows start .. end - 1: one each, none for the last prompt token's."""
@@ -230,6 +249,7 @@ class Sequence:
         self.num_computed = 0
         self.num_sealed = 0
         self.waits_for = None
+        self.draft_progress = None
 
     def _is_scoring(self) -> bool:
         return self.prompt_scores is not None and len(self.prompt_scores) < self.prompt_len - 1

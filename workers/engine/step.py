@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from workers.decoding.beam_search import Candidate
+from workers.engine.proposals import DraftHeads, DraftModel
 from workers.types import SamplingParams, TokenLogprob
 
 
@@ -150,6 +151,16 @@ class Executor(Protocol):
     @property
     def num_blocks(self) -> int:
         """Blocks in the KV pool of every rank, measured at start."""
+        ...
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """The model that guesses tokens beside the served one; None where there is none."""
+        ...
+
+    @property
+    def draft_heads(self) -> DraftHeads | None:
+        """The heads that guess tokens; None where there are none."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:

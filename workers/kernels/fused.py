@@ -78,6 +78,7 @@ class StepInput(ctypes.Structure):
         ("logits", c_void_p),
         ("draws", c_void_p),
         ("ids", c_void_p),
+        ("hidden", c_void_p),
     ]
 
 
@@ -108,6 +109,7 @@ class NativeStep:
             collective=None if model.collective is None else model.collective.address,
         )
         self._logits = KeptRows(_native(model.head).out_features)
+        self._hidden = KeptRows(self._shape.hidden, torch.bfloat16)
         self._inputs = StepInput()
         self._kv: torch.Tensor | None = None
         self._turn: Turn | None = None
@@ -120,9 +122,9 @@ class NativeStep:
     ) -> Drawn:
         header = header_of(message)
         num_logits = header.num_logit_rows
-        logits = self._logits.take(num_logits)
+        logits, hidden = self._logits.take(num_logits), self._hidden.take(num_logits)
         if header.num_tokens == 0:
-            return Drawn(logits, [])
+            return Drawn(logits, [], hidden)
         if kv is not self._kv or turn is not self._turn:
             self._bind(turn, kv)
         assert len(draws) in (0, num_logits), f"{len(draws)} draws for {num_logits} rows"
@@ -131,6 +133,7 @@ class NativeStep:
         inputs.logits = logits.data_ptr()
         inputs.draws = how.buffer_info()[0] if draws else None
         inputs.ids = ids.buffer_info()[0]
+        inputs.hidden = hidden.data_ptr()
         is_done = self._library.step(
             *(ctypes.addressof(self._shape), ctypes.addressof(inputs), message, len(message) // 4),
             *(self._scratch, torch.get_num_threads()),
@@ -139,7 +142,7 @@ class NativeStep:
             self._refuse(message)
         if self._model.collective is not None:
             self._model.collective.check()
-        return Drawn(logits, ids.tolist())
+        return Drawn(logits, ids.tolist(), hidden)
 
     def _bind(self, turn: Turn | None, kv: torch.Tensor) -> None:
         """Has the next steps use these; mostly they are those of the step before."""

@@ -68,6 +68,7 @@ class Drawn(NamedTuple):
 
     logits: torch.Tensor  # (R, vocabulary) float32, valid until the next step
     ids: list[int]  # one a row, or none when no draws were asked for
+    hidden: torch.Tensor | None = None  # (R, hidden): what the head was given; valid as long
 
 
 class FusedStep(Protocol):

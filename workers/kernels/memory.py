@@ -45,14 +45,14 @@ class HugeMemory:
 
 
 class KeptRows:
-    """Float32 rows that a step leaves, mostly in the memory of the step before.
+    """Rows of numbers that a step leaves, mostly in the memory of the step before.
 
     New memory costs a page fault every 4 KiB, which for the logits of 32 rows is longer than their product.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dtype: torch.dtype = torch.float32) -> None:
         self._width = width
-        self._space = torch.empty((0, width), dtype=torch.float32)
+        self._space = torch.empty((0, width), dtype=dtype)
         self._taken = self._space
 
     def take(self, rows: int) -> torch.Tensor:
@@ -60,9 +60,9 @@ class KeptRows:
         if rows == self._taken.shape[0]:
             return self._taken
         if rows > MAX_KEPT_ROWS:
-            return torch.empty((rows, self._width), dtype=torch.float32)
+            return torch.empty((rows, self._width), dtype=self._space.dtype)
         if rows > self._space.shape[0]:
             space = huge_bytes(rows * self._width * self._space.itemsize)
-            self._space = space.view(torch.float32).view(rows, self._width)
+            self._space = space.view(self._space.dtype).view(rows, self._width)
         self._taken = self._space[:rows]
         return self._taken

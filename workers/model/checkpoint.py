@@ -16,12 +16,13 @@ from workers.model.architecture import ModelSpec
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
 from workers.model.files import read_json, read_weight_headers
+from workers.model.lending import DRAFT_TOKEN_IDS, lent_tensors, problem_with_ids
 from workers.model.names import WeightNames, expected_tensors
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
 from workers.model.spec import spec_from_config
 
 _log = logging.getLogger(__name__)
-_FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F32", "F16", "BF16")  # that weights may be stored in
 _MAX_TOKEN_ID = (1 << 31) - 1
 _SAMPLES, _SAMPLE_BYTES = 4, 4096  # of a tensor, for model_hash
 
@@ -41,7 +42,8 @@ class Checkpoint:
     config, pickle-only weights, a damaged file, tensors missing, left over, doubled or of another shape.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, lender: Checkpoint | None = None) -> None:
+        """lender: the model that this one guesses for (`workers.model.lending`); None: it stands alone."""
         self.folder = Path(folder).expanduser()
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such model folder")
@@ -56,7 +58,10 @@ class Checkpoint:
         )
         self.eos_token_ids = self._end_ids()
         self._headers = read_weight_headers(self.folder)
-        self.tensors: Mapping[str, StoredTensor] = _collect(self._headers)
+        own = _collect(self._headers)
+        self.has_draft_token_ids = lender is not None and DRAFT_TOKEN_IDS in own
+        lent = {} if lender is None else lent_tensors(self.folder, self.spec, own, lender)
+        self.tensors: Mapping[str, StoredTensor] = {**own, **lent}
         self.prefix = self._stored_prefix()
         self.is_tied, self.embedding_name, self.head_name = self._head_and_embedding()
         self._check_tensors()
@@ -182,10 +187,15 @@ class Checkpoint:
                 problems.append(
                     f"{name} has shape {list(stored.entry.shape)}, the config needs {list(shape)}"
                 )
-            elif stored.entry.dtype not in _FLOATS:
-                problems.append(f"{name} has dtype {stored.entry.dtype}, supported are {', '.join(_FLOATS)}")
+            elif stored.entry.dtype not in FLOATS:
+                problems.append(f"{name} has dtype {stored.entry.dtype}, supported are {', '.join(FLOATS)}")
+        if self.has_draft_token_ids and (
+            problem := problem_with_ids(self.tensors[DRAFT_TOKEN_IDS].entry, self.vocab_size)
+        ):
+            problems.append(problem)
+        beside = {DRAFT_TOKEN_IDS} if self.has_draft_token_ids else set()
         for name in self.tensors:
-            if name not in wanted and not self.spec.weights.is_buffer(name):
+            if name not in wanted and name not in beside and not self.spec.weights.is_buffer(name):
                 problems.append(f"not part of this model: {name}")
         if problems:
             raise CheckpointError(

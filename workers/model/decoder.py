@@ -69,6 +69,11 @@ class Decoder:
         self._is_first_rank = parallel.rank == 0
         self._is_alone = parallel.size == 1
 
+    @property
+    def head_ids(self) -> tuple[int, ...] | None:
+        """The token of each column of the logits; None: all tokens, in order."""
+        return self._weights.head_ids
+
     def forward(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw] = ()) -> Drawn | None:
         """Computes the rows of a step, writes their keys and values; on rank 0 returns logits and drawn ids.
 
@@ -91,7 +96,8 @@ class Decoder:
             if turn is not None or rotary is None:
                 if self._is_alone:
                     return self._fused(message, turn, kv, draws)
-                return self._draw(self._weights.head.gather(self._fused(message, turn, kv).logits), draws)
+                found = self._fused(message, turn, kv)
+                return self._draw(self._weights.head.gather(found.logits), found.hidden, draws)
         batch = build_batch(
             unpack(message),
             block_size=kv.shape[4],
@@ -99,12 +105,15 @@ class Decoder:
             vocab_size=self.spec.vocab_size,
             device=kv.device,
         )
-        return self._draw(self._one_by_one(batch, kv), draws)
+        return self._draw(*self._one_by_one(batch, kv), draws)
 
-    def _draw(self, logits: torch.Tensor | None, draws: Sequence[Draw]) -> Drawn | None:
+    def _draw(
+        self, logits: torch.Tensor | None, hidden: torch.Tensor | None, draws: Sequence[Draw]
+    ) -> Drawn | None:
         if logits is None:
             return None
-        return Drawn(logits, self.kernels.draw(logits, draws, only_finite=True) if draws else [])
+        ids = self.kernels.draw(logits, draws, only_finite=True) if draws else []
+        return Drawn(logits, ids, hidden)
 
     @torch.inference_mode()
     def _meet(self, device: torch.device) -> None:
@@ -114,8 +123,10 @@ class Decoder:
         self._parallel.all_reduce(torch.zeros(1, device=device)).item()
 
     @torch.inference_mode()
-    def _one_by_one(self, batch: StepBatch, kv: torch.Tensor) -> torch.Tensor | None:
-        """The step operator by operator."""
+    def _one_by_one(
+        self, batch: StepBatch, kv: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The step operator by operator: logits, and what the head was given."""
         weights, rows = self._weights, batch.logit_rows
         residual = weights.embedding(batch.token_ids)  # (T, hidden)
         if weights.positions is not None:
@@ -128,7 +139,7 @@ class Decoder:
             attended = self._attend(layer, normed, turn, batch, (keys[index], values[index]))
             if index == last:
                 if rows.shape[0] == 0:
-                    return self._no_logits(residual)
+                    return self._no_logits(residual), None
                 attended, residual = attended[rows], residual[rows]
             # All-reduce in `output`: a rank has the share of its own heads; the norm needs the whole sum.
             normed, residual = layer.mlp_norm.add(layer.output(attended), residual)
@@ -136,7 +147,7 @@ class Decoder:
             mixed = layer.down(self._activate(layer.up(normed)))
             following = weights.final_norm if index == last else weights.layers[index + 1].attention_norm
             normed, residual = following.add(mixed, residual)
-        return weights.head(normed)
+        return weights.head(normed), normed
 
     def _attend(
         self,

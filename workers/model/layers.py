@@ -64,3 +64,4 @@ class DecoderWeights:
     layers: tuple[Layer, ...]
     final_norm: Norm
     head: VocabParallelHead
+    head_ids: tuple[int, ...] | None = None  # the token of each row of the head; None: all, in order

@@ -8,6 +8,7 @@ from workers.kernels import Kernels, PackedLinear, Quantization
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
 from workers.model.layers import DecoderWeights, Layer, Norm
+from workers.model.lending import DRAFT_TOKEN_IDS
 from workers.model.parallel import (
     RowParallelLinear,
     TensorParallel,
@@ -65,6 +66,11 @@ class _Loader:
             positions = self._reader.rows(checkpoint.stored_name(f"{names.prefix}{names.positions}.weight"))
         embedding = self._reader.rows(checkpoint.embedding_name, self._vocab_span)
         head = embedding if checkpoint.is_tied else self._reader.rows(checkpoint.head_name, self._vocab_span)
+        widths, head_ids = [len(spec.vocab_of_rank(rank, size)) for rank in range(size)], None
+        if checkpoint.has_draft_token_ids:
+            assert size == 1, "a draft model is not split"
+            chosen = self._reader.token_ids(DRAFT_TOKEN_IDS)
+            head, widths, head_ids = head[chosen.to(device)], [len(chosen)], tuple(chosen.tolist())
         return DecoderWeights(
             embedding=VocabParallelEmbedding(embedding, self._vocab_span, self._parallel),
             positions=positions,
@@ -73,9 +79,10 @@ class _Loader:
             final_norm=self._norm(f"{names.prefix}{names.final_norm}"),
             head=VocabParallelHead(
                 self._pack(checkpoint.head_name, head, None, self._quantization.of_head, torch.float32),
-                tuple(len(spec.vocab_of_rank(rank, size)) for rank in range(size)),
+                tuple(widths),
                 self._parallel,
             ),
+            head_ids=head_ids,
         )
 
     def _layer(self, index: int) -> Layer:

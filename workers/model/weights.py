@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
+from workers.model.lending import check_ids
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,12 @@ class WeightReader:
         stored = self._slice(name)
         parts = [stored[:]] if spans is None else [stored[span.start : span.stop] for span in spans]
         return self._checked(name, parts)
+
+    def token_ids(self, name: str) -> torch.Tensor:
+        """A vector of integers that are token ids, in rising order, int64. Raises CheckpointError."""
+        found: torch.Tensor = self._slice(name)[:].long()
+        check_ids(self._checkpoint.tensors[name].file, found.tolist(), self._checkpoint.vocab_size)
+        return found
 
     def rows(self, name: str, span: range | None = None) -> torch.Tensor:
         """Rows of a matrix as it lies in the file: an embedding or a head."""
@@ -81,7 +88,7 @@ class WeightReader:
         if handle is None:
             handle = self._stack.enter_context(safe_open(str(stored.file), framework="pt", device="cpu"))
             self._open[stored.file] = handle
-        return handle.get_slice(name)
+        return handle.get_slice(stored.entry.name)
 
     def _checked(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)

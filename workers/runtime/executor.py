@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from workers.engine.proposals import DraftHeads, DraftModel
 from workers.engine.step import StepPlan, StepResult
 from workers.kernels import MAX_LOGIT_ROWS, Draw, Drawn, StepMessage, passes
 from workers.runtime.leader_link import LeaderLink
+from workers.runtime.medusa import MedusaRunner
 from workers.runtime.results import ResultBuilder
 from workers.runtime.runner import ModelRunner
 from workers.runtime.step_codec import encode
@@ -23,8 +25,15 @@ _EXPLAIN_WAIT_S = 1.0  # for the watchdog to find out who died
 class LocalExecutor:
     """Runs plans in this process: a group of one rank. Implements `workers.engine.step.Executor`."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        draft_model: DraftModel | None = None,
+        draft_heads: MedusaRunner | None = None,
+    ) -> None:
         self._runner = runner
+        self._draft_model = draft_model
+        self._draft_heads = draft_heads
 
     @property
     def runner(self) -> ModelRunner:
@@ -35,9 +44,18 @@ class LocalExecutor:
     def num_blocks(self) -> int:
         return self._runner.num_blocks
 
+    @property
+    def draft_model(self) -> DraftModel | None:
+        return self._draft_model
+
+    @property
+    def draft_heads(self) -> DraftHeads | None:
+        return self._draft_heads
+
     def execute(self, plan: StepPlan) -> StepResult:
         message = encode(plan, self._runner.block_size)
-        return _compute(self._runner.run, message, ResultBuilder(plan, self._runner.kernels))
+        builder = ResultBuilder(plan, self._runner.kernels)
+        return _compute(self._runner.run, message, builder, self._draft_heads)
 
     def close(self) -> None:
         """Nothing to end: the process holds all there is."""
@@ -46,8 +64,18 @@ class LocalExecutor:
 class GroupExecutor:
     """Runs plans on all ranks; lives on rank 0. Implements `workers.engine.step.Executor`."""
 
-    def __init__(self, runner: ModelRunner, link: LeaderLink, *, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        link: LeaderLink,
+        *,
+        on_close: Callable[[], None],
+        draft_model: DraftModel | None = None,
+        draft_heads: MedusaRunner | None = None,
+    ) -> None:
         self._runner = runner
+        self._draft_model = draft_model
+        self._draft_heads = draft_heads
         self._link = link
         self._on_close = on_close
 
@@ -60,11 +88,19 @@ class GroupExecutor:
     def num_blocks(self) -> int:
         return self._runner.num_blocks
 
+    @property
+    def draft_model(self) -> DraftModel | None:
+        return self._draft_model
+
+    @property
+    def draft_heads(self) -> DraftHeads | None:
+        return self._draft_heads
+
     def execute(self, plan: StepPlan) -> StepResult:
         message = encode(plan, self._runner.block_size)
         builder = ResultBuilder(plan, self._runner.kernels)  # first: what raises here reaches no follower
         self._link.send_step(message)
-        return _compute(self._run, message, builder)
+        return _compute(self._run, message, builder, self._draft_heads)
 
     def close(self) -> None:
         self._on_close()
@@ -77,12 +113,16 @@ class GroupExecutor:
 
 
 def _compute(
-    run: Callable[[StepMessage, Sequence[Draw]], Drawn | None], message: StepMessage, builder: ResultBuilder
+    run: Callable[[StepMessage, Sequence[Draw]], Drawn | None],
+    message: StepMessage,
+    builder: ResultBuilder,
+    draft_heads: MedusaRunner | None,
 ) -> StepResult:
     """Runs all passes, also after a fault in the results of one: the other ranks run them too."""
     fault: Exception | None = None
     first = 0
-    for part in passes(message):
+    parts = passes(message)
+    for part in parts:
         draws = builder.draws[first : first + MAX_LOGIT_ROWS]
         first += len(draws)
         drawn = run(part, draws)
@@ -92,6 +132,8 @@ def _compute(
                 builder.take(drawn)
             except Exception as error:
                 fault = error
+        if draft_heads is not None:
+            draft_heads.keep(builder.plan, drawn.hidden if len(parts) == 1 else None)
     if fault is not None:
         raise fault
     return builder.results()

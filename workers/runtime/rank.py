@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from workers.config import GroupConfig
 from workers.engine.meter import MeteredModel
+from workers.engine.proposals import DraftTask, HeadTask
 from workers.engine.step import Executor, GroupFailed, SampleTask, SequenceSlice, StepPlan
 from workers.kernels import StepMessage, passes
 from workers.model.parallel import TensorParallel
@@ -169,10 +170,11 @@ class Leader:
     def _load_alone(self) -> RankFacts:
         model = self._model
         decoder = model.load(TensorParallel(), ranks_on_machine=1)
+        heads = model.draft_heads(decoder)
         num_blocks = model.measure_blocks(ranks_on_machine=1)
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
-        self._executor = LocalExecutor(self._runner)
+        self._executor = LocalExecutor(self._runner, model.draft_model(num_blocks), heads)
         return facts
 
     def _load_group(self, link: LeaderLink) -> RankFacts:
@@ -192,12 +194,19 @@ class Leader:
                 link.interrupt_with(shared.abort)
                 parallel = replace(parallel, shared=shared)
         decoder = model.load(parallel, num_here)
+        heads = model.draft_heads(decoder)
         measured = memory_facts(model.measure_blocks(num_here))
         num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
         link.agree({}, self._collect_prepared, timeout_s=LOAD_TIMEOUT_S)
-        self._executor = GroupExecutor(self._runner, link, on_close=self.close)
+        self._executor = GroupExecutor(
+            self._runner,
+            link,
+            on_close=self.close,
+            draft_model=model.draft_model(num_blocks),
+            draft_heads=heads,
+        )
         return facts
 
     def _collect_prepared(self, by_rank: dict[int, Facts]) -> Facts:
@@ -319,3 +328,12 @@ def _first_step(executor: Executor) -> None:
     (result,) = executor.execute(StepPlan(number=0, slices=(piece,))).slices
     if result.error is not None:
         raise GroupFailed(f"the first step failed: {result.error}")
+    if executor.draft_model is not None:
+        guess = DraftTask(token_ids=(0,), start=0, block_table=(0,), num_drafts=1)
+        if not executor.draft_model.propose((guess,)).drafts[0]:
+            raise GroupFailed("the draft model's first guess failed: its values are not finite numbers")
+    if (
+        executor.draft_heads is not None
+        and not executor.draft_heads.propose(0, (HeadTask(0, 0, 1),)).drafts[0]
+    ):
+        raise GroupFailed("the heads' first guess failed: their values are not finite numbers")

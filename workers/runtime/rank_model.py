@@ -7,18 +7,23 @@ from dataclasses import dataclass
 import torch
 
 from workers.config import GroupConfig
+from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, MODEL_METHODS
 from workers.engine.meter import MeteredModel
 from workers.engine.request import EngineLimits
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
+from workers.model.medusa import load_heads
+from workers.model.medusa_folder import MedusaFolder
 from workers.model.parallel import TensorParallel
 from workers.model.spec import check_tensor_parallel
 from workers.runtime.agreement import code_digest, identity_facts
 from workers.runtime.ceilings import measure_ceilings, of_group
 from workers.runtime.device import choose_device, choose_dtype, choose_quantization, set_threads
+from workers.runtime.draft_model import DraftRunner
 from workers.runtime.errors import RankConfigError
 from workers.runtime.handshake import Facts
 from workers.runtime.kv_pool import allocate_pool, free_bytes
+from workers.runtime.medusa import MedusaRunner
 from workers.runtime.model_work import model_work
 from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 from workers.runtime.runner import ModelRunner
@@ -55,6 +60,11 @@ class RankModel:
         self._quantization = choose_quantization(config.model.quantization)
         self._checkpoint = Checkpoint(config.model.path)
         check_tensor_parallel(self._checkpoint.spec, self._size)
+        self._draft: Checkpoint | None = None
+        self._draft_decoder: Decoder | None = None
+        self._heads: MedusaFolder | None = None
+        if rank == 0:
+            self._open_folder_of_guesses()
         self._max_model_len = self._checked_max_model_len()
 
     def identity(self) -> Facts:
@@ -69,8 +79,12 @@ class RankModel:
         )
 
     def load(self, parallel: TensorParallel, ranks_on_machine: int) -> Decoder:
-        """Reads this rank's slice of the weights."""
+        """Reads this rank's slice of the weights, and on rank 0 the draft model's."""
         set_threads(self._config.parallel, ranks_on_machine)
+        if self._draft is not None:
+            self._draft_decoder = load_decoder(
+                self._draft, self._dtype, self.device, TensorParallel(), quantization=self._quantization
+            )
         return load_decoder(
             self._checkpoint, self._dtype, self.device, parallel, quantization=self._quantization
         )
@@ -86,7 +100,7 @@ class RankModel:
         return num_blocks_for(
             self._config.cache,
             self._config.schedule,
-            block_bytes=self._block_bytes(self._rank),
+            block_bytes=self._block_bytes(self._rank) + self._draft_block_bytes(),
             max_model_len=self._max_model_len,
             free=free,
         )
@@ -102,6 +116,27 @@ class RankModel:
             device=self.device,
         )
         return ModelRunner(decoder, pool)
+
+    def draft_heads(self, decoder: Decoder) -> MedusaRunner | None:
+        """Reads them; None where there are none."""
+        if self._heads is None:
+            return None
+        found = load_heads(self._heads, decoder.kernels, self._dtype, self.device, self._quantization)
+        return MedusaRunner(found)
+
+    def draft_model(self, num_blocks: int) -> DraftRunner | None:
+        """Allocates its pool; None where there is none."""
+        if self._draft is None or self._draft_decoder is None:
+            return None
+        pool = allocate_pool(
+            self._draft.spec,
+            num_blocks=num_blocks,
+            num_kv_heads=self._draft.spec.num_kv_heads,
+            block_size=self._config.cache.block_size,
+            dtype=self._dtype,
+            device=self.device,
+        )
+        return DraftRunner(self._draft_decoder, pool)
 
     def metered(self, ranks_on_machine: int) -> MeteredModel:
         """What counts in a step, and the ceilings of the group's machines, of which this one is measured; for
@@ -146,6 +181,23 @@ class RankModel:
                 f"model.max_model_len {wanted}: {self._checkpoint.folder} allows 1 to {longest}"
             )
         return wanted
+
+    def _open_folder_of_guesses(self) -> None:
+        """Of what guesses tokens on rank 0. Raises CheckpointError or RankConfigError."""
+        method, folder = self._config.speculative.method, self._config.speculative.model
+        if method in MODEL_METHODS and not folder:
+            raise RankConfigError(f"speculative.model is empty: the method {method} needs a folder")
+        if method == DRAFT_MODEL:
+            self._draft = Checkpoint(folder, self._checkpoint)
+        elif method == MEDUSA:
+            self._heads = MedusaFolder(folder, self._checkpoint)
+
+    def _draft_block_bytes(self) -> int:
+        """That a block takes in the draft model's pool."""
+        if self._draft is None:
+            return 0
+        spec = self._draft.spec
+        return bytes_per_block(spec, spec.num_kv_heads, self._config.cache.block_size, self._dtype.itemsize)
 
     def _num_kv_heads(self, rank: int) -> int:
         return len(self._checkpoint.spec.kv_heads_of_rank(rank, self._size))

@@ -50,6 +50,11 @@ class ResultBuilder:
         self._errors: dict[int, SliceResult] = {}
 
     @property
+    def plan(self) -> StepPlan:
+        """That the results are of."""
+        return self._plan
+
+    @property
     def draws(self) -> Sequence[Draw]:
         """How an id is to be drawn from each row, for `take`."""
         return self._draws
@@ -92,7 +97,7 @@ class ResultBuilder:
             return
         slices = [uses[row].slice for row in rows]
         tasks = [task for row in rows if (task := uses[row].task) is not None]
-        logits, ids = drawn
+        logits, ids = drawn.logits, drawn.ids
         if len(rows) < len(uses):
             logits, ids = logits[rows], [ids[row] for row in rows]
         chosen = sample(logits, ids, tasks, self._kernels)

@@ -144,3 +144,32 @@ def test_one_disturbed_step_does_not_make_guesses_look_free() -> None:
     """Seen once, with few rows, it would otherwise count until there are so few again."""
     governor = _governor({**FLAT, 2: 900.0})
     assert governor.lengths([0.6] * 32, [8] * 32, 512) == [0] * 32
+
+
+def test_guesses_that_take_long_to_make_have_to_bring_more() -> None:
+    quick, slow = _governor(FLAT), _governor(FLAT)
+    for rows in (1, 2, 4, 8, 16, 32):
+        quick.observe_pass(rows, 0.0005)
+        slow.observe_pass(rows, 0.004)
+    assert quick.lengths([0.9], [7], 512) == [7]
+    assert slow.lengths([0.9], [7], 512) == [4]
+    assert slow.lengths([0.3], [7], 512) == [0]
+    assert slow.lengths([0.6] * 4, [1] * 4, 512) == [1] * 4  # in one pass, not in four
+
+
+def test_heads_guess_all_at_once() -> None:
+    by_pass, at_once = _governor(FLAT), Governor(is_one_pass=True)
+    for rows, milliseconds in FLAT.items():
+        at_once.observe(rows, milliseconds / 1000)
+    for governor in (by_pass, at_once):
+        governor.observe_pass(1, 0.004)
+    assert by_pass.lengths([0.8], [7], 512)[0] < 5 <= at_once.lengths([0.8], [7], 512)[0]
+
+
+def test_slow_guessing_ends_in_a_full_batch_and_is_tried_again() -> None:
+    governor = _governor(FLAT)
+    for rows in (1, 8, 32):
+        governor.observe_pass(rows, 0.002)
+    tried = [sum(governor.lengths([0.5] * 32, [4] * 32, 512)) for _ in range(32)]
+    assert tried == [0] * 31 + [4]
+    assert governor.lengths([0.8], [4], 512) == [4]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.engine.toy import VOCAB, ToyExecutor, make_engine, make_request, numbers, reference, run
 from workers.config import SpeculativeConfig
-from workers.decoding.drafter import METHODS
+from workers.decoding.drafter import METHODS, MODEL_METHODS
 from workers.decoding.prompt_lookup import PromptLookup
 from workers.engine import drafting
 from workers.engine.block_pool import BlockPool
@@ -14,7 +14,8 @@ from workers.engine.drafting import drafting_of
 from workers.engine.step import StepPlan
 from workers.types import FinishReason
 
-BOTH = [SpeculativeConfig(method=method, max_draft_tokens=4) for method in METHODS]
+ALL = (*METHODS, *MODEL_METHODS)
+CONFIGS = [SpeculativeConfig(method=method, max_draft_tokens=4) for method in ALL]
 LOOKUP = SpeculativeConfig(method="prompt_lookup", max_draft_tokens=4)
 
 
@@ -22,7 +23,7 @@ def _num_drafts(executor: ToyExecutor) -> int:
     return sum(piece.num_drafts for plan in executor.plans for piece in plan.slices)
 
 
-@pytest.mark.parametrize("speculative", BOTH, ids=METHODS)
+@pytest.mark.parametrize("speculative", CONFIGS, ids=ALL)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_requests", [1, 5])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -133,4 +134,4 @@ def test_steps_stay_within_their_budget() -> None:
 )
 def test_an_unknown_method_and_no_guesses_are_refused(config: SpeculativeConfig) -> None:
     with pytest.raises(ValueError, match="speculative"):
-        drafting_of(config, BlockPool(4), 16)
+        drafting_of(config, BlockPool(4), 16, ToyExecutor(4, 16))

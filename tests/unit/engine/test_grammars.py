@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.engine.toy import VOCAB, Transcript, make_engine, make_request, numbers
 from workers.config import SpeculativeConfig
+from workers.decoding.drafter import MODEL_METHODS
 from workers.engine.engine import Engine
 from workers.engine.grammars import COMPILE_TIMEOUT_S, AnswerEnd, GrammarRefused
 from workers.engine.loop import EngineLoop, StepOutput
@@ -146,7 +147,9 @@ def test_the_same_with_guesses_chunks_and_little_memory(text: str, block_size: i
         return settled(engine).tokens
 
     plain = answers(num_blocks=2048 // block_size)
-    assert answers(num_blocks=2048 // block_size, speculative=GUESSES) == plain
+    for method in (GUESSES.method, *MODEL_METHODS):
+        guessing = replace(GUESSES, method=method)
+        assert answers(num_blocks=2048 // block_size, speculative=guessing) == plain
     assert answers(num_blocks=2048 // block_size, max_step_tokens=7, max_prefill_chunk=5) == plain
     assert answers(num_blocks=100 // block_size, expected_output_tokens=1) == plain  # with preemptions
 

@@ -17,6 +17,7 @@ from tests.unit.engine.toy import (
     replay,
 )
 from workers.config import SpeculativeConfig
+from workers.decoding.drafter import METHODS, MODEL_METHODS
 from workers.engine.step import SequenceSlice
 from workers.types import (
     BeamParams,
@@ -41,7 +42,8 @@ class EngineMachine(RuleBasedStateMachine):
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
         prefix_reuse=st.booleans(),
         expected=st.sampled_from([1, 8]),
-        drafts=st.sampled_from([0, 0, 1, 4]),
+        drafts=st.sampled_from([0, 1, 4]),
+        method=st.sampled_from([*METHODS, *MODEL_METHODS]),
     )
     def start(
         self,
@@ -53,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_reuse: bool,
         expected: int,
         drafts: int,
+        method: str,
     ) -> None:
         self.engine, self.executor = make_engine(
             num_blocks=num_blocks,
@@ -63,11 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_reuse=prefix_reuse,
             expected_output_tokens=expected,
             max_waiting=6,
-            speculative=SpeculativeConfig(
-                method=("prompt_lookup", "lookahead")[drafts % 2], max_draft_tokens=drafts
-            )
-            if drafts
-            else None,
+            speculative=SpeculativeConfig(method=method, max_draft_tokens=drafts) if drafts else None,
             eos=EOS,
         )
         self.capacity, self.block_size = num_blocks * block_size, block_size

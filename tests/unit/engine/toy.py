@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tests.unit.engine.toy_model import VOCAB, ToyDraft, ToyHeads, content_of, contents_of, mixed
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig, TransferConfig
 from workers.decoding.beam_search import BeamSearch, Candidate, Hypothesis
 from workers.engine.engine import Engine
@@ -32,20 +33,11 @@ from workers.types import (
     TokenLogprob,
 )
 
-VOCAB = 97
-_MOD = (1 << 61) - 1
-
-
-def _content(before: int, token_id: int, position: int) -> int:
-    return (before * 1_000_003 + token_id * 7_919 + position * 104_729 + 12_345) % _MOD
-
 
 def _choose(contents: Sequence[int], task: SampleTask) -> int:
     """The toy's token: greedy ones are alike for all choices, others differ by choice and seed. With top_k
     one of the first ids, so that guesses from what came before are right now and then."""
-    mix = 0
-    for content in contents:
-        mix = (mix * 31 + content) % _MOD
+    mix = mixed(contents)
     if task.params.temperature > 0:
         mix += 1_009 * task.choice + 7 * task.params.seed
     token_id = mix % (task.params.top_k or VOCAB)
@@ -61,13 +53,11 @@ def _score(contents: Sequence[int], token_id: int) -> TokenLogprob:
 
 def _candidates(contents: Sequence[int], task: SampleTask) -> tuple[Candidate, ...]:
     """The toy's best tokens: every one has a score of its own by the context."""
-    mix = 0
-    for content in contents:
-        mix = (mix * 31 + content) % _MOD
+    mix = mixed(contents)
     scores = []
     for token_id in range(VOCAB):
         if token_id not in task.forbidden_token_ids:
-            spread = _content(mix, token_id, 1) % 1_000_003
+            spread = content_of(mix, token_id, 1) % 1_000_003
             scores.append((-3.0 * spread / 1_000_003 - 0.01, -token_id))
     best = sorted(scores, reverse=True)[: task.num_candidates]
     wants = task.params.num_logprobs is not None
@@ -104,13 +94,6 @@ def reference_search(request: GenerateRequest, eos: Sequence[int] = ()) -> list[
     return list(search.finished[: request.num_choices])
 
 
-def contents_of(token_ids: Sequence[int]) -> list[int]:
-    contents: list[int] = []
-    for position, token_id in enumerate(token_ids):
-        contents.append(_content(contents[-1] if contents else 0, token_id, position))
-    return contents
-
-
 def reference(request: GenerateRequest, choice: int = 0, eos: Sequence[int] = ()) -> list[int]:
     """What a choice must give: the whole history computed anew for each token."""
     sampling = request.sampling
@@ -145,6 +128,8 @@ class ToyExecutor:
         self._pool: list[int | None] = [None] * (num_blocks * block_size)
         self.plans: list[StepPlan] = []
         self.num_computed_tokens = 0
+        self.draft_heads: ToyHeads | None = ToyHeads()
+        self.draft_model: ToyDraft | None = ToyDraft(self._pool, block_size)
         self.before_step: Callable[[StepPlan], None] = lambda plan: None  # may raise
         self.spoil: Callable[[SequenceSlice], str | None] = lambda piece: None  # error of a slice
 
@@ -172,6 +157,8 @@ class ToyExecutor:
             self._pool[target * size : (target + 1) * size] = self._pool[source * size : (source + 1) * size]
         for piece in plan.slices:
             self._write(piece)
+        if self.draft_heads is not None:
+            self.draft_heads.step_number, self.draft_heads.seen = plan.number, []
         return StepResult(slices=[self._result(piece) for piece in plan.slices])
 
     def _slot(self, piece: SequenceSlice, position: int) -> int:
@@ -199,10 +186,13 @@ class ToyExecutor:
             position = piece.start + offset
             before = self._pool[self._slot(piece, position - 1)] if position else 0
             assert before is not None, f"position {position - 1} was never written"
-            self._pool[self._slot(piece, position)] = _content(before, token_id, position)
+            self._pool[self._slot(piece, position)] = content_of(before, token_id, position)
         self.num_computed_tokens += len(piece.token_ids)
 
     def _result(self, piece: SequenceSlice) -> SliceResult:
+        seen: list[list[int]] = []
+        if self.draft_heads is not None:
+            self.draft_heads.seen.append(seen)
         error = self.spoil(piece)
         if error is not None:
             code = "invalid_schema" if piece.sample and piece.sample.allowed else "numerical_error"
@@ -223,6 +213,7 @@ class ToyExecutor:
                 candidates = _candidates(contents, task)
                 continue
             token_id = _choose(contents[:known], task)
+            seen.append([*contents[:known], content_of(contents[known - 1], token_id, known)])
             wants = task.params.num_logprobs is not None
             score = _score(contents[:known], token_id) if wants else None
             sampled.append(Sampled(token_id=token_id, logprob=score))

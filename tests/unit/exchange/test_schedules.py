@@ -70,9 +70,16 @@ class ExchangeMachine(RuleBasedStateMachine):
         max_step_tokens=st.sampled_from([3, 8, 64]),
         max_running=st.sampled_from([2, 16]),
         expected=st.sampled_from([1, 8]),
+        has_draft_model=st.booleans(),
     )
     def start(
-        self, num_blocks: int, block_size: int, max_step_tokens: int, max_running: int, expected: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_step_tokens: int,
+        max_running: int,
+        expected: int,
+        has_draft_model: bool,
     ) -> None:
         options = Options(
             num_blocks=num_blocks,
@@ -80,6 +87,7 @@ class ExchangeMachine(RuleBasedStateMachine):
             max_step_tokens=max_step_tokens,
             max_running=max_running,
             expected_output_tokens=expected,
+            has_draft_model=has_draft_model,
         )
         self.chaos = Chaos(World(), options)
 

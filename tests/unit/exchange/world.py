@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.unit.engine.toy import ToyExecutor, Transcript, contents_of, reference
-from workers.config import CacheConfig, ScheduleConfig
+from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
+from workers.decoding.drafter import DRAFT_MODEL
 from workers.engine.engine import Engine
 from workers.engine.exchange import (
     CloseLease,
@@ -140,6 +141,7 @@ class Group:
                 max_waiting=64,
             ),
             executor=memory,
+            speculative=SpeculativeConfig(method=DRAFT_MODEL) if options.has_draft_model else None,
             clock=lambda: world.now_s,
             exchange=ExchangeSetup(
                 peers=self, on_offer=self._on_offer, first_generation=number * world.generations_apart
@@ -247,6 +249,7 @@ class Options:
     max_running: int = 16
     max_prefill_chunk: int | None = None
     expected_output_tokens: int = 4
+    has_draft_model: bool = False
 
 
 @dataclass

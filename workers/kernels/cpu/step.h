@@ -47,6 +47,7 @@ struct StepInput {
   float* logits;  // (logit rows, columns of the head)
   const Draw* draws;  // (logit rows); null: nothing is drawn
   int64_t* ids;       // (logit rows): what was drawn, NOT_FINITE for rows with a NaN or an infinity
+  bf16* hidden;       // (logit rows, hidden): what the head is given
 };
 
 // Buffers that live as long as the model; they grow to the largest step.
@@ -111,6 +112,7 @@ class StepWalk {
       const bf16* following = l + 1 < m.num_layers ? m.layers[l + 1].attention_norm : m.final_norm;
       each_row([&](long r) { add_norm(residual, following, r); });
     }
+    if (thread == 0) memcpy(in.hidden, s.normed.data(), size_t(rows * m.hidden) * 2);
     linear(m.head, s.normed.data(), in.logits);
     const long columns = m.head.columns;
     if (in.draws)

@@ -189,6 +189,21 @@ def test_the_model_s_path_means_the_same_in_every_process(
         assert deployment.tree["applications"][0]["args"]["model"]["path"] == wanted
 
 
+def test_the_folder_of_a_draft_model_means_the_same_in_every_process(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text(GOOD)
+    monkeypatch.chdir(tiny_model.parent)
+    path = "pools.unified.speculative"
+    given = [f"{path}.method=draft_model", f"{path}.model={tiny_model.name}"]
+    deployment = load_deployment(file, assignments=given)
+    assert deployment.config.pools.unified is not None
+    assert deployment.config.pools.unified.speculative.model == str(tiny_model)
+    tree = deployment.tree["applications"][0]["args"]["pools"]["unified"]["speculative"]
+    assert tree == {"method": "draft_model", "model": str(tiny_model)}
+
+
 def test_mistakes_of_the_model_come_with_the_others(tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     for right, wrong in (("port: 8000", "port: 80"), ("policy: prefix", "policy: 3")):

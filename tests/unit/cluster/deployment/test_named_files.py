@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.parse import parse_config
+from cluster.config.parse import check_config, parse_config
 from cluster.config.problems import Problem
 from cluster.config.tree import PoolsConfig
 from cluster.deployment.named_files import key_problems, open_model
@@ -162,6 +162,38 @@ def test_a_gpus_pool_has_no_such_limit(folder: Path) -> None:
     pool = {"parallel": {"device": "cuda"}, "cache": {"max_bytes": 1 << 20, "block_size": 1024}}
     config = parse_config({"model": {"path": str(folder)}, "pools": {"unified": pool}})
     assert open_model(config, folder)[1] == []
+
+
+def with_draft(folder: Path, draft: Path) -> list[Problem]:
+    speculative = {"method": "draft_model", "model": str(draft)}
+    tree = {"model": {"path": str(folder)}, "pools": {"unified": {"speculative": speculative}}}
+    return open_model(parse_config(tree), folder)[1]
+
+
+def test_a_draft_model_has_to_fit_the_model(folder: Path, tmp_path: Path) -> None:
+    assert with_draft(folder, folder) == []
+    (absent,) = with_draft(folder, tmp_path / "absent")
+    assert absent.path == "pools.unified.speculative.model" and "no such model folder" in absent.message
+    draft = tmp_path / "draft"
+    shutil.copytree(folder, draft)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "vocab_size": 7}))
+    (other,) = with_draft(folder, draft)
+    assert f"vocab_size is 7, that of {folder} is {config['vocab_size']}" in other.message
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "words"),
+    [
+        ("draft_model", "", "does not go with the method draft_model"),
+        ("prompt_lookup", "/some/folder", "does not go with the method prompt_lookup"),
+    ],
+)
+def test_the_folder_of_a_draft_model_goes_with_its_method(method: str, model: str, words: str) -> None:
+    speculative = {"method": method, "model": model}
+    config, problems = check_config({"pools": {"unified": {"speculative": speculative}}})
+    assert config is None
+    assert [(p.path, p.message) for p in problems] == [("pools.unified.speculative.model", words)]
 
 
 def test_the_hash_of_a_model_does_not_depend_on_its_folder(folder: Path, tiny_model: Path) -> None:

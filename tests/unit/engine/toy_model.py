@@ -1,0 +1,93 @@
+"""The arithmetic of the toy model, and a draft model that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workers.engine.proposals import DraftTask, HeadTask, Proposals
+
+VOCAB = 97
+_MOD = (1 << 61) - 1
+
+
+def content_of(before: int, token_id: int, position: int) -> int:
+    """The "keys and values" of a position."""
+    return (before * 1_000_003 + token_id * 7_919 + position * 104_729 + 12_345) % _MOD
+
+
+def contents_of(token_ids: Sequence[int]) -> list[int]:
+    contents: list[int] = []
+    for position, token_id in enumerate(token_ids):
+        contents.append(content_of(contents[-1] if contents else 0, token_id, position))
+    return contents
+
+
+def mixed(contents: Sequence[int]) -> int:
+    """One number of a whole context."""
+    mix = 0
+    for content in contents:
+        mix = (mix * 31 + content) % _MOD
+    return mix
+
+
+class ToyDraft:
+    """A draft model that knows the toy: it has numbers of its own for each position, checks that those it is
+    said to have are the toy's, and guesses with half of the luck."""
+
+    def __init__(self, model_pool: list[int | None], block_size: int) -> None:
+        self._model_pool = model_pool
+        self._pool: list[int | None] = [None] * len(model_pool)
+        self._block_size = block_size
+        self.max_tokens = 4096
+        self.tasks: list[DraftTask] = []
+
+    def propose(self, tasks: Sequence[DraftTask]) -> Proposals:
+        self.tasks += tasks
+        return Proposals([self._guess(task) for task in tasks])  # in no time
+
+    def _guess(self, task: DraftTask) -> tuple[int, ...]:
+        known = [self._slot(task, position) for position in range(task.start)]
+        contents = [self._pool[slot] for slot in known]
+        assert contents == [self._model_pool[slot] for slot in known], "keys and values of other tokens"
+        for token_id in task.token_ids:
+            self._read(task, contents, token_id)
+        found: list[int] = []
+        while len(found) < task.num_drafts:
+            found.append(_guessed(contents))
+            if len(found) < task.num_drafts:
+                self._read(task, contents, found[-1])
+        return tuple(found)
+
+    def _read(self, task: DraftTask, contents: list[int], token_id: int) -> None:
+        contents.append(content_of(contents[-1] if contents else 0, token_id, len(contents)))
+        self._pool[self._slot(task, len(contents) - 1)] = contents[-1]
+
+    def _slot(self, task: DraftTask, position: int) -> int:
+        return task.block_table[position // self._block_size] * self._block_size + position % self._block_size
+
+
+class ToyHeads:
+    """Heads that know the toy: they see the numbers of the row that a token came from, and the token."""
+
+    def __init__(self) -> None:
+        self.num_heads = 3
+        self.seen: list[list[list[int]]] = []  # of each slice and row of the last step
+        self.step_number = 0
+
+    def propose(self, step_number: int, tasks: Sequence[HeadTask]) -> Proposals:
+        if step_number != self.step_number or any(task.slice >= len(self.seen) for task in tasks):
+            return Proposals([()] * len(tasks))
+        return Proposals([self._guess(task) for task in tasks])
+
+    def _guess(self, task: HeadTask) -> tuple[int, ...]:
+        contents, found = list(self.seen[task.slice][task.row]), []
+        assert task.num_drafts <= self.num_heads
+        for _ in range(task.num_drafts):
+            found.append(_guessed(contents))
+            contents.append(content_of(contents[-1], found[-1], len(contents)))
+        return tuple(found)
+
+
+def _guessed(contents: Sequence[int]) -> int:
+    """What the toy says to every second context, or to the others where choice or seed turn it round."""
+    return mixed(contents) // 8 % 2

@@ -1,0 +1,43 @@
+"""Guesses by heads that read the last hidden states of the rows that the newest tokens came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+
+from workers.engine.proposals import DraftHeads, HeadTask, Proposals
+from workers.engine.sequence import Sequence
+
+
+class HeadGuesses:
+    """Of one engine; `workers.engine.drafting.Guesses`."""
+
+    def __init__(self, heads: DraftHeads) -> None:
+        self._heads = heads
+
+    def limits(self, sequences: Sequences[Sequence], most: Sequences[int]) -> list[int]:
+        """One a head."""
+        num_heads = self._heads.num_heads
+        return [
+            min(m, num_heads) if s.sampled_at is not None else 0 for s, m in zip(sequences, most, strict=True)
+        ]
+
+    def guess(self, sequences: Sequences[Sequence], lengths: Sequences[int]) -> Proposals:
+        """None for one that was not in the last step."""
+        drafts: list[tuple[int, ...]] = [()] * len(sequences)
+        newest = max((s.sampled_at.step for s in sequences if s.sampled_at is not None), default=0)
+        asked: list[int] = []
+        tasks: list[HeadTask] = []
+        for index, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+            place = sequence.sampled_at
+            if length > 0 and place is not None and place.step == newest:
+                asked.append(index)
+                tasks.append(HeadTask(place.slice, place.row, length))
+        if not tasks:
+            return Proposals(drafts)
+        proposals = self._heads.propose(newest, tasks)
+        for index, found in zip(asked, proposals.drafts, strict=True):
+            drafts[index] = sequences[index].allowed(found)
+        return Proposals(drafts, proposals.passes)
+
+    def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
+        """Nothing is learnt from it."""
