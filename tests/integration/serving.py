@@ -101,7 +101,8 @@ def config_of(file: str, port: int, settings: list[str], **replicas: int) -> dic
     (app,) = config["applications"]
     app["args"] = apply_overrides(app["args"], settings)
     for deployment in app["deployments"]:
-        deployment["num_replicas"] = replicas.get(deployment["name"], deployment["num_replicas"])
+        if deployment["name"] in replicas:
+            deployment["num_replicas"] = replicas[deployment["name"]]
     return config
 
 

@@ -18,7 +18,7 @@ from tests.models.oracle import Oracle
 
 pytestmark = pytest.mark.integration
 
-REBUILD_S = 60.0  # on a busy machine; about 12 s on an idle one
+REBUILD_S = 60.0  # on a busy machine; 16 s on an idle one
 RANK = "ray::RankActor"
 
 
