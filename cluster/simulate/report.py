@@ -31,7 +31,8 @@ class Report:
     ttft_s: Spread  # from arrival to the first token
     tpot_s: Spread  # between tokens after the first, mean of a request
     span_s: float  # until the last token
-    tokens_per_s: float  # new ones, over the span
+    nearly_all_s: float  # until 99 of 100 answers had ended; the slowest answer alone decides the span
+    tokens_per_s: float  # new ones of those, over that time
     prompt_tokens: int
     hit_tokens: int  # of the prompts, found in a cache
     hit_share: float
@@ -60,6 +61,8 @@ def report(cluster: str, outcome: Outcome) -> Report:
     """What came of a run."""
     answered = [served for served in outcome.served if served.refusal is None]
     ttft_s, tpot_s = [], []
+    nearly_all_s = percentile([served.end_s or 0.0 for served in answered], 99) if answered else 0.0
+    in_time = [served.num_tokens for served in answered if (served.end_s or 0.0) <= nearly_all_s]
     for served in answered:
         assert served.first_s is not None and served.end_s is not None
         ttft_s.append(served.first_s - served.arrival_s)
@@ -75,7 +78,8 @@ def report(cluster: str, outcome: Outcome) -> Report:
         ttft_s=spread(ttft_s),
         tpot_s=spread(tpot_s),
         span_s=outcome.span_s,
-        tokens_per_s=sum(served.num_tokens for served in answered) / span_s,
+        nearly_all_s=nearly_all_s,
+        tokens_per_s=sum(in_time) / nearly_all_s if nearly_all_s else 0.0,
         prompt_tokens=prompt_tokens,
         hit_tokens=outcome.hit_tokens,
         hit_share=outcome.hit_tokens / prompt_tokens if prompt_tokens else 0.0,
