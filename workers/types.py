@@ -217,6 +217,9 @@ class GroupInfo:
     block_size: int
     num_blocks: int
     kv_bytes_per_block: int
+    context_token_s: float = (
+        0.0  # least time in which a decode step reads a token's keys and values; 0: unknown
+    )
     exchanges_kv: bool = False  # reads KV blocks of groups of the same model, and lets them read its own
     exchange_problem: str = ""  # why it does not
 

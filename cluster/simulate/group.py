@@ -92,6 +92,7 @@ class SimGroup:
             role=info.role,
             kv_format=f"{info.dtype} {info.block_size}" if info.exchanges_kv else "",
             block_bytes=info.kv_bytes_per_block,
+            context_token_s=info.context_token_s,
         )
         self.silent_s = 0.0
         self.busy_s = 0.0  # in steps

@@ -174,6 +174,7 @@ def _info(config: SimConfig, role: Role, number: int) -> GroupInfo:
         block_size=size,
         num_blocks=config.num_blocks,
         kv_bytes_per_block=config.kv_bytes_per_token * size,
+        context_token_s=config.cost.context_token_s,
         exchanges_kv=config.network is not None,
     )
 

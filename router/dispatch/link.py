@@ -188,6 +188,7 @@ class GroupLink:
             role=info.role,
             kv_format=_kv_format(info),
             block_bytes=info.kv_bytes_per_block,
+            context_token_s=info.context_token_s,
         )
         self._index.add_group(info.group_id, info.num_blocks)
 

@@ -45,6 +45,7 @@ class LoadTracker:
         role: Role = Role.UNIFIED,
         kv_format: str = "",
         block_bytes: int = 0,
+        context_token_s: float = 0.0,
     ) -> None:
         """What the group is, as `GroupLoad` has it."""
         self._view = GroupLoad(
@@ -54,6 +55,7 @@ class LoadTracker:
             role=role,
             kv_format=kv_format,
             block_bytes=block_bytes,
+            context_token_s=context_token_s,
         )
         self._stats = GroupStats(free_blocks=num_blocks)
         self._sent: dict[RequestId, _Sent] = {}
@@ -78,6 +80,7 @@ class LoadTracker:
         view = self._view
         view.step_s = stats.step_seconds or None
         view.waiting_tokens = stats.waiting_tokens
+        view.running_tokens = stats.running_tokens
         view.num_running = stats.num_running
         view.num_waiting = stats.num_waiting
         view.available_blocks = stats.free_blocks + stats.cached_blocks

@@ -157,7 +157,7 @@ def _prefill_groups(
         matched = matches.get(load.group_id, 0)
         uncached = split_prompt(request.num_prompt_tokens, load.block_size, matched).uncached
         terms = cost_terms(prompt, load, uncached, baseline, config)
-        del terms["decode"]  # none of ours
+        del terms["decode"], terms["context"]  # no answer of ours
         own = {f"source_{name}": value for name, value in terms.items()}
         prefill = _Source(load, own, sum(terms.values()), terms["queue"] + terms["prefill"])
         ranked.append((*order_key(request, load, prefill.cost_ms), prefill))

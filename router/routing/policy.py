@@ -8,6 +8,8 @@ Every group gets a cost in predicted milliseconds, the sum of terms that are kep
               for us the one with less work wins, and a burst of equal prompts waits for the first of them
     interference  more of the same on decode groups, whose steps are for answers
     decode    our tokens come slower, the more sequences share a step with them
+    context   a step reads the keys and values of all its sequences: ours comes slower by those of the others,
+              theirs by those of ours
     memory    blocks that running requests must give back first
     silent    the group has not been heard for longer than its heartbeat
     balance   a small charge for having been given more requests lately, so that groups that are equal
@@ -56,6 +58,7 @@ class PolicyConfig:
     expected_output_tokens: int = 128  # new tokens a choice is expected to have, when it may have as many
     delay_weight: float = 0.5  # ms charged for the others' sake per ms of our own prefill
     delay_per_sequence: float = 0.1  # and as many more per sequence that is there
+    context_weight: float = 2.0  # ms charged per ms of reading contexts while our answer lasts
     row_share: float = 0.02  # how much longer a decode step takes per further sequence, of its length
     interference_weight: float = 0.5  # ms charged per ms of prefill on a decode group
     balance_tokens: float = 35.0  # prompt tokens charged per request that a group got more than another
@@ -90,6 +93,8 @@ class GroupLoad:
     rate_trust: float = 1.0  # share of it, against the mean of all groups, in the rate that is reckoned with
     step_s: float | None = None  # length of a step
     waiting_tokens: int = 0  # prompt tokens not computed yet, as the group says
+    running_tokens: int = 0  # context of running sequences
+    context_token_s: float = 0.0  # of a decode step, to read the keys and values of one token; 0: unknown
     num_running: int = 0
     num_waiting: int = 0
     available_blocks: int = 0  # free or evictable
@@ -217,6 +222,11 @@ def cost_terms(
         "prefill": prefill_ms,
         "delay": (config.delay_weight + config.delay_per_sequence * sharing) * prefill_ms,
         "decode": steps * step_ms * config.row_share * sharing,
+        "context": config.context_weight
+        * steps
+        * 1000.0
+        * load.context_token_s
+        * _read_tokens(request, load),
         "memory": _memory_wait_steps(request, load, uncached, config) * step_ms,
         "silent": silent_cost_ms(load, config),
         "balance": min(ahead_tokens, config.max_balance_tokens) * 1000.0 / baseline.prefill_tokens_per_s,
@@ -268,6 +278,7 @@ def quick_costs(
     balance_ms = config.balance_tokens * baseline_ms_per_token
     max_balance_ms = config.max_balance_tokens * baseline_ms_per_token
     decode_ms = expected / request.num_choices * config.row_share * 1000.0
+    context_ms = expected / request.num_choices * config.context_weight * 1000.0
     base_share = 1.0 + config.delay_weight
     per_sequence, silent_after_s = config.delay_per_sequence, config.silent_after_s
     get, costs = matches.get, []
@@ -286,6 +297,9 @@ def quick_costs(
         balance = balance_ms * (load.recent_requests - baseline.recent_requests)
         rest = decode_ms * step_s * sharing + (balance if balance < max_balance_ms else max_balance_ms)
         charged = load.charged_tokens
+        if load.context_token_s:
+            read = load.running_tokens + load.waiting_tokens + charged + num * sharing
+            rest += context_ms * load.context_token_s * read
         missing = (uncached + expected) // size + 1 + charged // size - load.available_blocks
         if missing > 0 and load.active_blocks:
             steps = config.expected_output_tokens * min(missing / load.active_blocks, 8.0)
@@ -306,6 +320,14 @@ def _ms_per_token(load: GroupLoad, baseline: Baseline) -> float:
         return 1000.0 / rate
     own_share: float = (rate / baseline.prefill_tokens_per_s) ** trust
     return 1000.0 / (baseline.prefill_tokens_per_s * own_share)
+
+
+def _read_tokens(request: RequestView, load: GroupLoad) -> int:
+    """Tokens of context that steps read more because of a request there: those of the others, which slow
+    ours, and ours, which slow each of the others."""
+    others = load.running_tokens + load.waiting_tokens + load.charged_tokens
+    sharing = load.num_running + load.num_waiting + load.charged_requests
+    return others + request.num_prompt_tokens * sharing
 
 
 def silent_cost_ms(load: GroupLoad, config: PolicyConfig) -> float:

@@ -174,9 +174,14 @@ class LeaderHost:
             block_size=facts.block_size,
             num_blocks=facts.num_blocks,
             kv_bytes_per_block=facts.kv_bytes_per_block,
+            context_token_s=self._context_token_s(facts),
             exchanges_kv=self._exchange is not None,
             exchange_problem=self._exchange_problem,
         )
+
+    def _context_token_s(self, facts: RankFacts) -> float:
+        rate = self._metered.ceilings.read_bytes_per_s if self._metered is not None else 0.0
+        return facts.kv_bytes_per_block / facts.block_size / rate if rate else 0.0
 
     def _on_output(self, output: StepOutput) -> None:
         """From the engine's thread."""

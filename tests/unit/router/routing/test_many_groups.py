@@ -42,6 +42,7 @@ def some_groups(draw: random.Random, count: int, role: Role, *, is_idle: bool = 
             load.waiting_tokens = draw.choice([0, 0, draw.randrange(30_000)])
             load.charged_tokens = draw.choice([0, 0, draw.randrange(20_000)])
             load.num_running, load.num_waiting = draw.randrange(4), draw.randrange(3)
+            load.running_tokens, load.context_token_s = draw.randrange(9000), draw.choice([0.0, 1e-6])
             load.charged_requests, load.own_requests = draw.randrange(2), draw.randrange(5)
             load.available_blocks = draw.choice([5000, draw.randrange(900)])
             load.active_blocks = draw.choice([0, draw.randrange(5000)])

@@ -70,6 +70,7 @@ def test_the_terms_of_a_pair_are_milliseconds_and_add_up() -> None:
         "delay": pytest.approx(0.8 * 2.0),
         "interference": pytest.approx(1.0),
         "decode": pytest.approx(128 * 20.0 * 0.02 * 3),
+        "context": 0.0,
         "memory": 0.0,
         "silent": 0.0,
         "balance": 0.0,

@@ -41,6 +41,7 @@ def test_terms_are_milliseconds_and_add_up() -> None:
         "prefill": 50.0,  # 200 uncached tokens
         "delay": 50.0,  # half as much for those who may come, a tenth for each of the 5 others
         "decode": pytest.approx(256.0),  # 128 steps of 20 ms, each 10 % longer for 5 others
+        "context": 0.0,  # the group has not said what a token of it takes
         "memory": 0.0,
         "silent": 0.0,
         "balance": 0.0,
@@ -67,6 +68,19 @@ def test_running_sequences_outweigh_a_prefix_at_last() -> None:
     for num_running, best in ((0, A), (7, A), (8, B), (20, B)):
         loads = [load(A, num_running=num_running), load(B)]
         assert order(rank(REQUEST, loads, {A: 62}, CONFIG))[0] == best  # 992 tokens: 372 ms
+
+
+def test_contexts_make_every_step_longer() -> None:
+    busy = load(
+        A, context_token_s=1e-6, running_tokens=7000, waiting_tokens=400, charged_tokens=100, num_running=3
+    )
+    (choice,) = rank(REQUEST, [busy], {}, CONFIG)
+    # 128 steps read 7,500 tokens of the others, and for each of the three others our 1,000; all counts twice
+    assert choice.terms["context"] == pytest.approx(2 * 128 * 1e-3 * (7500 + 3 * 1000))
+    few = load(A, context_token_s=1e-6, num_running=2, running_tokens=2000)
+    many = load(B, context_token_s=1e-6, num_running=2, running_tokens=3000)
+    assert order(rank(REQUEST, [few, many], {B: 10}, CONFIG)) == [A, B]  # 256 ms against 160 cached tokens
+    assert order(rank(REQUEST, [few, many], {B: 50}, CONFIG)) == [B, A]
 
 
 def test_slow_groups_count_their_own_rates() -> None:
