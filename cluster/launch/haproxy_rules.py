@@ -15,9 +15,10 @@ only where it is answered, so it can be opened.
 
 Headers: `x-request-id` is the client's when it is harmless, else HAProxy's, and comes back exactly once
 (Serve adds one beside the router's). `x-request-timeout-seconds` is the router's to keep: Serve would end
-such a request with plain text, so it goes on under a name that Serve does not know. A header block of up to
-64 KB goes on to the router, which refuses it properly; HAProxy's own limit can only say "invalid" (beyond it,
-or above 1000 headers, HAProxy has not understood the request and has one answer for all such: 400).
+such a request with plain text, so it goes on under a name that Serve does not know. `host` may be missing
+from HTTP/1.0 only (RFC 9112, 3.2). A header block of up to 64 KB goes on to the router, which refuses it
+properly; HAProxy's own limit can only say "invalid" (beyond it, or above 1000 headers, HAProxy has not
+understood the request and has one answer for all such: 400).
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def sed_script(*, open_health: bool = False) -> str:
         f"http-request del-header {TIMEOUT_HEADER}",
         f"http-request return {_reply(_NOT_FOUND)} if {{ path,url_dec -m beg -i /-/ }}{exception}",
         f"http-request return {_reply(_NOT_FOUND)} unless {{ path -m beg / }}",  # OPTIONS *, CONNECT
+        f"http-request return {_reply(_INVALID)} unless {{ req.hdr(host) -m found }} or HTTP_1.0",
         f"http-request return {_reply(_NO_UPGRADE)} if {{ req.hdr(upgrade) -i websocket }}",
     ]
     from_serve = [

@@ -2,7 +2,8 @@
 
 Three kinds, so that nothing is ignored by accident:
 
-- ACCEPTED: of no effect here, and harmless to leave out. Nothing is echoed.
+- ACCEPTED: of no effect here, and harmless to leave out; but a value of another type than OpenAI's is a
+  mistake, as there. Nothing is echoed.
 - UNSUPPORTED: known from OpenAI, vLLM or SGLang, not served: 400 `unsupported_parameter` that names the
   field, unless the value says "off" (the values listed with it).
 - anything else: 400 `unknown_parameter`, with a suggestion.
@@ -16,21 +17,20 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from router.api.errors import ApiError, invalid, quoted, unsupported
+from router.api.errors import ApiError, invalid, quoted, short, unsupported
 
-ACCEPTED = frozenset(
-    {
-        "user",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "verbosity",
-        "parallel_tool_calls",
-    }
-)
+ACCEPTED: Mapping[str, type] = {
+    "user": str,
+    "metadata": dict,
+    "service_tier": str,
+    "safety_identifier": str,
+    "prompt_cache_key": str,
+    "prompt_cache_options": dict,
+    "prompt_cache_retention": str,
+    "verbosity": str,
+    "parallel_tool_calls": bool,
+}
+_NAMES: Mapping[type, str] = {str: "a string", dict: "an object", bool: "true or false"}
 
 # Field -> values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -84,8 +84,12 @@ def known_fields(
         if name in fields:
             if value is not None:
                 kept[name] = value
-        elif name in ACCEPTED or (value is None and (name in UNSUPPORTED or name in only_elsewhere)):
+        elif value is None and (name in ACCEPTED or name in UNSUPPORTED or name in only_elsewhere):
             continue
+        elif name in ACCEPTED:
+            if not isinstance(value, ACCEPTED[name]):
+                wanted = f"{name}: expected {_NAMES[ACCEPTED[name]]}, got {short(value)}."
+                raise invalid(wanted, param=name, code="invalid_type")
         elif name in UNSUPPORTED:
             if not any(type(value) is type(off) and value == off for off in UNSUPPORTED[name]):
                 raise unsupported(name)

@@ -21,7 +21,7 @@ from router.api.protocol import (
     TokenizeRequest,
 )
 from router.api.structured import asked_grammar
-from router.serving.truncation import Truncation, cut, shorter_chats
+from router.serving.truncation import Truncation, cut, turn_ends, without_turns
 from router.serving.work import Endpoint, ModelLimits, Work
 from router.settings import RouterSettings
 from router.telemetry.waterfall import PrepareTimes
@@ -30,6 +30,7 @@ from router.text.tokenizer import TextTokenizer
 from workers.types import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_MAX_FRAME_CHARS = 256  # that a template writes around a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +83,15 @@ class Preparer:
         prompt, render_s = await self._messages_ids(messages, request, limits)
         num_whole, num_dropped = len(prompt), 0
         if request.truncation == "auto" and num_whole > room:
-            shorter = shorter_chats(messages)
-            first, last = 0, len(shorter) - 1  # the least that has to be dropped is the first one that fits
+            ends = turn_ends(messages)
+            first, last = 0, len(ends) - 1  # the least that has to be dropped is the first one that fits
             while first <= last:
                 middle = (first + last) // 2
-                tried = await self._messages_ids(shorter[middle], request, limits)
+                shorter = without_turns(messages, ends[middle])
+                tried = await self._messages_ids(shorter, request, limits)
                 render_s += tried.render_s
                 if len(tried.ids) <= room:
-                    prompt, num_dropped, last = tried.ids, len(messages) - len(shorter[middle]), middle - 1
+                    prompt, num_dropped, last = tried.ids, len(messages) - len(shorter), middle - 1
                 else:
                     first = middle + 1
         prompt = _cut(prompt, request, room)
@@ -234,7 +236,7 @@ class Preparer:
                 # A prompt that fits is never near this: tokens are longer than that on no real text.
                 max_chars=max(settings.max_template_chars_per_token, tokenizer.max_token_chars)
                 * limits.max_model_len
-                + (num_chars if any_length else 0),
+                + (num_chars + _MAX_FRAME_CHARS * len(messages) if any_length else 0),
                 timeout_s=settings.render_timeout_s,
             )
             rendered.append(self._clock() - began)
@@ -381,7 +383,8 @@ def _checked_ids(ids: Sequence[Any], vocab_size: int, path: str) -> list[int]:
 def _check_ids_of_fields(request: GenerationFields, vocab_size: int) -> None:
     _checked_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
     for key in request.logit_bias:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+        is_plain = key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key
+        if not (is_plain and int(key) < vocab_size):
             raise invalid(
                 f"logit_bias: {short(key)} is no token id; they are 0 to {vocab_size - 1}.",
                 param="logit_bias",
@@ -391,8 +394,6 @@ def _check_ids_of_fields(request: GenerationFields, vocab_size: int) -> None:
         raise invalid(
             "logit_bias masks every token of the vocabulary.", param="logit_bias", code="no_allowed_token"
         )
-    if len({int(key) for key in request.logit_bias}) != len(request.logit_bias):
-        raise invalid("logit_bias names a token id twice.", param="logit_bias")
 
 
 def _too_complex(error: TextTimeout, param: str) -> ApiError:

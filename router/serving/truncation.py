@@ -28,13 +28,15 @@ def cut(token_ids: list[int], limit: int, side: str) -> list[int]:
     return token_ids[-limit:] if side == "left" else token_ids[:limit]
 
 
-def shorter_chats(messages: Sequence[Mapping[str, str]]) -> list[list[Mapping[str, str]]]:
-    """The conversation without its oldest turn, without its two oldest, and so on."""
+def turn_ends(messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Where the oldest turn ends, where the one after it, and so on: each is the index of a user's message,
+    before which `without_turns` may cut."""
     starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    others = [i for i, message in enumerate(messages) if message["role"] != "system"]
+    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), None)
     # What comes before the first user's message is a turn of its own; the last user's turn is never dropped.
-    ends = starts[1:] if starts and starts[0] == others[0] else starts
-    return [
-        [message for i, message in enumerate(messages) if i >= end or message["role"] == "system"]
-        for end in ends
-    ]
+    return starts[1:] if starts and starts[0] == first else starts
+
+
+def without_turns(messages: Sequence[Mapping[str, str]], end: int) -> list[Mapping[str, str]]:
+    """The conversation without the turns that end before message `end`."""
+    return [message for i, message in enumerate(messages) if i >= end or message["role"] == "system"]

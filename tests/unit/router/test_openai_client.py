@@ -182,5 +182,5 @@ def test_model_list_holds_the_clients_model(router: Stack) -> None:
 )
 def test_every_field_of_the_client_is_known(params: Any, ours: type[BaseModel]) -> None:
     """So that none is answered with `unknown_parameter`: each is served, accepted or refused by name."""
-    known = set(ours.model_fields) | ACCEPTED | set(UNSUPPORTED)
+    known = set(ours.model_fields) | set(ACCEPTED) | set(UNSUPPORTED)
     assert set(params.__annotations__) - known == set()

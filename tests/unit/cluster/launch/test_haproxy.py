@@ -93,6 +93,7 @@ def test_without_an_application_the_server_is_unavailable(wrapped: tuple[Path, P
     assert [line.split('" ')[-1] for line in closed] == [
         "if { path,url_dec -m beg -i /-/ }",
         "unless { path -m beg / }",
+        "unless { req.hdr(host) -m found } or HTTP_1.0",
         "if { req.hdr(upgrade) -i websocket }",
     ]
     assert answer.startswith("    http-request return status 503 content-type application/json string ")
@@ -219,6 +220,13 @@ def test_an_unknown_transfer_encoding_is_refused_in_json(running: int) -> None:
     status, headers, body = ask(running, POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
     assert (status, json.loads(body)["error"]["code"]) == (501, "not_implemented")
     assert ("content-type", "application/json") in headers
+
+
+def test_only_a_request_of_http_1_0_may_leave_host_out(running: int) -> None:
+    status, headers, body = ask(running, b"GET /app HTTP/1.1\r\n\r\n")
+    assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_http")
+    assert ("content-type", "application/json") in headers
+    assert ask(running, b"GET /app HTTP/1.0\r\n\r\n")[0] == 200
 
 
 @pytest.mark.parametrize("line", [b"OPTIONS *", b"CONNECT x:80", b"GET *"])
