@@ -1,8 +1,9 @@
 """Compiles grammars with llguidance, within limits.
 
-What a hostile grammar can cost: compiling is bounded by the size of its text, by llguidance's limits and by
-the deadline of `workers.engine.grammars`; each token by the limits of a step and the budget of an answer (see
-`matching`). Memory: the states of a lexer, about 1 kB each.
+What a hostile grammar can cost: compiling is bounded by the size of its text, by llguidance's limits, by
+those of the process in which it is tried first (see `trial`), and by the deadline of
+`workers.engine.grammars`; each token by the limits of a step and the budget of an answer (see `matching`).
+Memory: the states of a lexer, about 1 kB each.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from workers.engine.grammars import GrammarRefused
 from workers.engine.step import GrammarFailed
 from workers.structured.matching import LlguidanceGrammar, check_first
 from workers.structured.source import source_of
+from workers.structured.trial import Trials
 from workers.structured.vocabulary import VocabularyUnknown, read_vocabulary
 from workers.types import Grammar, GrammarKind
 
@@ -34,6 +36,7 @@ class LlguidanceBackend:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | str | None = None  # a text: why there is none
+        self._trials = Trials(_MAX_LEXER_STATES)
 
     def warm(self) -> None:
         """Reads the vocabulary, which otherwise happens with the first grammar and holds the interpreter for
@@ -53,8 +56,11 @@ class LlguidanceBackend:
                 f"This model's answers cannot follow a grammar: {self._tokenizer}.",
                 code="unsupported_parameter",
             )
+        source = source_of(grammar)
+        if problem := self._trials.problem_with(source):
+            raise GrammarRefused(_message(problem, grammar.kind))
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, source_of(grammar), log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         problem = matcher.get_error() if matcher.is_error() else ""
         if not problem:
             try:

@@ -1,0 +1,121 @@
+"""Grammars are compiled in a process of their own first, which can be ended.
+
+llguidance has limits, but not everywhere: of a JSON schema of 1 kB with `allOf` over two dozen patterns it
+computes for hours, with GBs of memory, and no thread can be stopped. What a process has compiled in two
+seconds and half a GB is compiled again where it is used, in a few milliseconds mostly; a process that has not
+is gone, and the next grammar gets another.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import IO
+
+from workers.engine.grammars import GrammarRefused
+
+_PROGRAM = Path(__file__).with_name("trial_process.py")
+_MAX_CPU_S = 2  # of the process; the system counts whole seconds, so up to one more
+_MAX_MEMORY_BYTES = 512 << 20  # address space, with some 100 MB of Python
+_MAX_WAIT_S = 20.0  # where the machine is so busy that the process hardly runs
+
+
+class Trials:
+    """As many processes as there are grammars at the same time; they stay for the next ones. Any thread may
+    use it."""
+
+    def __init__(self, max_lexer_states: int) -> None:
+        self._max_lexer_states = max_lexer_states
+        self._idle: list[_Process] = []
+        weakref.finalize(self, _end_all, self._idle)
+
+    def problem_with(self, source: str) -> str:
+        """What is wrong with a grammar in llguidance's language; empty when it is good. Blocks. Raises
+        GrammarRefused for one that takes too much, OSError when there can be no process."""
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            process = _Process(self._max_lexer_states)
+        try:
+            problem = process.problem_with(source)
+        except BaseException:
+            process.end()
+            raise
+        self._idle.append(process)
+        return problem
+
+
+class _Process:
+    """One process; it ends when its input does, and so with this one."""
+
+    def __init__(self, max_lexer_states: int) -> None:
+        numbers = (_MAX_CPU_S, _MAX_MEMORY_BYTES, max_lexer_states)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_PROGRAM), *map(str, numbers)],  # -P: no import from its own folder
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        try:
+            self._exchange(None)
+        except EOFError:
+            self.end()
+            raise OSError(f"{_PROGRAM} ended at once (code {self._process.returncode})") from None
+
+    def problem_with(self, source: str) -> str:
+        """See Trials. Raises GrammarRefused; then the process has ended, or must be."""
+        try:
+            return self._exchange(source.encode())
+        except (EOFError, BrokenPipeError):
+            pass
+        self.end()
+        if self._process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+            raise GrammarRefused(f"it takes more than {_MAX_CPU_S} s to compile: make it smaller")
+        raise GrammarRefused(f"it takes more than {_MAX_MEMORY_BYTES >> 20} MB to compile: make it smaller")
+
+    def end(self) -> None:
+        """Closes the pipes and waits. May be called twice."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:  # with something unsaid
+                continue
+        try:
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _exchange(self, content: bytes | None) -> str:
+        """Says something and gives the answer. Raises EOFError or BrokenPipeError when the process ends."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        timer = threading.Timer(_MAX_WAIT_S, self._process.kill)
+        timer.start()
+        try:
+            if content is not None:
+                stdin.write(len(content).to_bytes(4) + content)
+                stdin.flush()
+            size = int.from_bytes(_read(stdout, 4))
+            return _read(stdout, size).decode()
+        finally:
+            timer.cancel()
+
+
+def _read(pipe: IO[bytes], size: int) -> bytes:
+    content = pipe.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content
+
+
+def _end_all(processes: list[_Process]) -> None:
+    while processes:
+        processes.pop().end()
