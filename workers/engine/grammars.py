@@ -10,6 +10,7 @@ outlives a preemption; a choice that another group has begun is replayed from it
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 COMPILE_TIMEOUT_S = 5.0
 _MASK_TIMEOUT_S = 10.0
+# A step waits for its masks. When they have cost so much computing, the costly ones that are left are given
+# up: many at the same time would hold up all others.
+_MAX_STEP_S = 1.0
+_CHEAP_S = 0.02
 _COMPILE_THREADS = 2  # one slow grammar does not hold up all others
 _MAX_PENDING = 256  # different grammars that are being compiled or wait for it
 _MAX_KEPT = 64  # compiled grammars
@@ -66,6 +71,15 @@ class GrammarState(AllowedTokens, Protocol):
 
     def accept(self, token_id: int) -> None:
         """The answer goes on with this token, which is none that ends it."""
+        ...
+
+    @property
+    def cost_s(self) -> float:
+        """Of the next `fill`, as far as one can tell; seconds of computing."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """Instead of `fill`: `bits` raises GrammarFailed."""
         ...
 
     def fill(self, drafts: Sequence[int]) -> None:
@@ -112,6 +126,15 @@ class GrammarCursor:
     def bits(self, num_drafts: int) -> bytes | None:
         """See AllowedTokens."""
         return self._settled().bits(num_drafts)
+
+    @property
+    def cost_s(self) -> float:
+        """See GrammarState. In the mask thread."""
+        return self._state.cost_s
+
+    def give_up(self, why: str) -> None:
+        """See GrammarState. In the mask thread."""
+        self._state.give_up(why)
 
     def fill(self, drafts: Sequence[int]) -> None:
         """In the mask thread."""
@@ -269,5 +292,9 @@ def _attach(grammar: CompiledGrammar, sequences: list[EngineSequence]) -> None:
 
 
 def _fill(work: Sequence[tuple[GrammarCursor, Sequence[int]]]) -> None:
-    for cursor, drafts in work:
-        cursor.fill(drafts)
+    began_s = time.thread_time()
+    for cursor, drafts in sorted(work, key=lambda each: each[0].cost_s):
+        if cursor.cost_s > _CHEAP_S and time.thread_time() - began_s > _MAX_STEP_S:
+            cursor.give_up("too many that are so costly to compute go on at the same time; try again later")
+        else:
+            cursor.fill(drafts)

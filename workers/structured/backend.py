@@ -47,6 +47,8 @@ class LlguidanceBackend:
                     self._tokenizer = read_vocabulary(self._folder, self._vocab_size)
                 except VocabularyUnknown as error:
                     self._tokenizer = str(error)
+                else:
+                    self._trials.start()
 
     def compile(self, grammar: Grammar) -> LlguidanceGrammar:
         """Blocks, and lets other threads run. Raises GrammarRefused."""
@@ -61,15 +63,13 @@ class LlguidanceBackend:
             raise GrammarRefused(_message(problem, grammar.kind))
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-        problem = matcher.get_error() if matcher.is_error() else ""
-        if not problem:
-            try:
-                check_first(matcher, self._vocab_size)
-            except GrammarFailed as error:
-                problem = f"no answer can follow it: {error}"
-        if problem:
-            raise GrammarRefused(_message(problem, grammar.kind))
-        return LlguidanceGrammar(matcher, self._vocab_size)
+        if matcher.is_error():
+            raise GrammarRefused(_message(matcher.get_error(), grammar.kind))
+        try:
+            first_s = check_first(matcher, self._vocab_size)
+        except GrammarFailed as error:
+            raise GrammarRefused(_message(f"no answer can follow it: {error}", grammar.kind)) from None
+        return LlguidanceGrammar(matcher, self._vocab_size, first_s)
 
 
 def _message(problem: str, kind: GrammarKind) -> str:

@@ -26,23 +26,27 @@ _Bits = npt.NDArray[np.uint8]
 class LlguidanceGrammar:
     """Implements `workers.engine.grammars.CompiledGrammar`."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        """matcher: at the beginning, and good."""
+    def __init__(self, matcher: LLMatcher, vocab_size: int, first_s: float) -> None:
+        """matcher: at the beginning, and good; `first_s` is what `check_first` took."""
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._first_s = first_s
 
     def begin(self, end: AnswerEnd, output: Sequence[int]) -> LlguidanceState:
         """The state of an answer after `output`. Raises GrammarRefused when that does not fit."""
         matcher = self._matcher.deep_copy()
         if output and not matcher.consume_tokens(list(output)):
             raise GrammarRefused("the tokens that the answer has begun with do not fit its grammar")
-        return LlguidanceState(matcher, self._vocab_size, end, len(output))
+        return LlguidanceState(matcher, self._vocab_size, end, len(output), self._first_s)
 
 
 class LlguidanceState:
     """Implements `workers.engine.grammars.GrammarState`."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end: AnswerEnd, num_output: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, end: AnswerEnd, num_output: int, cost_s: float
+    ) -> None:
+        self.cost_s = cost_s
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._end = end
@@ -91,7 +95,11 @@ class LlguidanceState:
                 raise GrammarFailed(f"it took {spent_s:.1f} s of computing for {self._num_output} tokens")
         except GrammarFailed as failed:
             self._failure = str(failed)
-        self._spent_s += time.thread_time() - began
+        self.cost_s = time.thread_time() - began
+        self._spent_s += self.cost_s
+
+    def give_up(self, why: str) -> None:
+        self._failure = why
 
     def bits(self, num_drafts: int) -> bytes | None:
         if self._failure is not None:
@@ -128,10 +136,13 @@ class LlguidanceState:
         return bits, is_accepting
 
 
-def check_first(matcher: LLMatcher, vocab_size: int) -> None:
-    """Raises GrammarFailed when no answer can begin, or only an empty one. Leaves the matcher as it is."""
+def check_first(matcher: LLMatcher, vocab_size: int) -> float:
+    """Seconds of computing for a first token. Raises GrammarFailed when no answer can begin, or only an empty
+    one. Leaves the matcher as it is."""
+    began = time.thread_time()
     end = AnswerEnd(token_ids=(), min_tokens=0)
-    LlguidanceState(matcher.deep_copy(), vocab_size, end, 0)._row(0)
+    LlguidanceState(matcher.deep_copy(), vocab_size, end, 0, 0.0)._row(0)
+    return time.thread_time() - began
 
 
 def _first_line(text: str) -> str:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -33,6 +34,11 @@ class Trials:
         self._max_lexer_states = max_lexer_states
         self._idle: list[_Process] = []
         weakref.finalize(self, _end_all, self._idle)
+
+    def start(self) -> None:
+        """The first process, so that no grammar waits for it."""
+        with suppress(OSError):  # then the first grammar says so
+            self._idle.append(_Process(self._max_lexer_states))
 
     def problem_with(self, source: str) -> str:
         """What is wrong with a grammar in llguidance's language; empty when it is good. Blocks. Raises

@@ -38,11 +38,14 @@ class Rising:
         self.modulus, self.most, self.end = modulus, most, end
         self.output: list[int] = []
         self.rows: list[bytes] = []
+        self.cost_s = 0.0
+        self.given_up = ""
         self.fails_after: int | None = None
 
     def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
         state = Rising(self.modulus, self.most, end)
         state.fails_after = self.fails_after
+        state.cost_s = self.cost_s
         if state.num_allowed(output) < len(output):
             raise GrammarRefused("the tokens do not fit")
         state.output += output
@@ -63,6 +66,9 @@ class Rising:
         assert self.num_allowed([token_id]) == 1
         self.output.append(token_id)
 
+    def give_up(self, why: str) -> None:
+        self.given_up = why
+
     def fill(self, drafts: Sequence[int]) -> None:
         assert self.num_allowed(drafts) == len(drafts), "drafts were not cut"
         assert self.end is not None
@@ -71,6 +77,8 @@ class Rising:
         self.rows = [row] * (len(drafts) + 1)
 
     def bits(self, num_drafts: int) -> bytes | None:
+        if self.given_up:
+            raise GrammarFailed(self.given_up)
         if self.fails_after is not None and len(self.output) >= self.fails_after:
             raise GrammarFailed("it is spent")
         return self.rows[num_drafts]
@@ -84,6 +92,7 @@ class Backend:
         self.gate.set()
         self.compiled: list[str] = []
         self.fails_after: int | None = None
+        self.cost_s: dict[str, float] = {}  # of masks
 
     def compile(self, grammar: Grammar) -> Rising:
         assert self.gate.wait(20)
@@ -95,6 +104,7 @@ class Backend:
         modulus, most = map(int, grammar.text.split())
         rising = Rising(modulus, most)
         rising.fails_after = self.fails_after
+        rising.cost_s = self.cost_s.get(grammar.text, 0.0)
         return rising
 
 
@@ -229,6 +239,26 @@ def test_a_grammar_that_cannot_go_on_ends_its_request() -> None:
     assert len(found.tokens["a", 0]) == 3
     assert (found.last["a", 0].error_code, found.last["a", 0].error) == ("invalid_schema", "it is spent")
     assert len(found.tokens["free", 0]) == 9
+
+
+def test_costly_masks_do_not_hold_up_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a step's masks have cost enough, the costly ones of others are given up. Cheap ones go first."""
+    monkeypatch.setattr("workers.engine.grammars._MAX_STEP_S", 0.0)
+    backend = Backend()
+    backend.cost_s = {"2 5": 0.3, "3 5": 0.001, "5 5": 0.2}
+    engine, executor = make_engine(grammars=backend, eos=(EOS,))
+    executor.spoil = lambda piece: _failure_of(piece.sample.allowed if piece.sample else None)
+    for text in backend.cost_s:
+        engine.add(with_grammar(make_request(text, numbers(20), 5), text))
+    engine.add(make_request("free", numbers(9, 1), 5))
+    found = settled(engine)
+    assert {name: len(found.tokens[name, 0]) for name in ("2 5", "3 5", "5 5", "free")} == {
+        "2 5": 0,
+        "3 5": 5,
+        "5 5": 0,
+        "free": 5,
+    }
+    assert "so costly" in (found.last["2 5", 0].error or "")
 
 
 def test_a_choice_that_another_group_has_begun_goes_on() -> None:
