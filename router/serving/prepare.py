@@ -30,6 +30,7 @@ from router.text.tokenizer import TextTokenizer
 from workers.types import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_LONG_CHARS = 100_000  # of a text that takes long to tokenize, up to seconds for each MB
 _MAX_FRAME_CHARS = 256  # that a template writes around a message
 
 
@@ -191,6 +192,7 @@ class Preparer:
             ids = await self._workers.run(
                 lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens),
                 self._settings.tokenize_timeout_s,
+                is_long=len(text) > _LONG_CHARS,
             )
         except TextTimeout as error:
             raise _too_complex(error, "prompt") from None
@@ -247,6 +249,7 @@ class Preparer:
                 encode,
                 settings.render_timeout_s,
                 extra_s=lambda: settings.tokenize_timeout_s if rendered else 0.0,
+                is_long=num_chars > _LONG_CHARS,
             )
         except TextTimeout as error:
             if rendered:

@@ -1,6 +1,7 @@
 """Threads for rendering and tokenizing, so that neither ever stands on the event loop.
 
-A call that exceeds its time is given up: its thread cannot be stopped, so another takes its place, and the
+Long calls have all threads but one: a short one never waits for several of them. A call that exceeds its time
+is given up: its thread cannot be stopped, so another takes its place, and the
 old one ends when its call does. All threads are daemons: none keeps the process alive.
 """
 
@@ -41,19 +42,46 @@ class TextWorkers:
         self._max_queue_s = max_queue_s
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._num_threads = num_threads
+        self._long = asyncio.Semaphore(max(1, num_threads - 1))
         self.num_replaced = 0
         for _ in range(num_threads):
             self._start_thread()
 
     async def run(
-        self, function: Callable[[], Result], timeout_s: float, *, extra_s: Callable[[], float] = lambda: 0.0
+        self,
+        function: Callable[[], Result],
+        timeout_s: float,
+        *,
+        extra_s: Callable[[], float] = lambda: 0.0,
+        is_long: bool = False,
     ) -> Result:
         """The function's result or exception. Raises TextTimeout after `timeout_s` of running, and as much
         more as `extra_s` says by then; TextBusy when there are too many calls, or it has not begun after
-        `max_queue_s`."""
+        `max_queue_s`. `is_long`: it takes a good part of a second or more."""
         if self._num_calls >= self._max_calls:
             raise TextBusy(f"{self._num_calls} calls run or wait, which is the limit")
         self._num_calls += 1
+        try:
+            if not is_long:
+                return await self._run(function, timeout_s, extra_s)
+            await self._wait_for_place()
+            try:
+                return await self._run(function, timeout_s, extra_s)
+            finally:
+                self._long.release()
+        finally:
+            self._num_calls -= 1
+
+    async def _wait_for_place(self) -> None:
+        try:
+            async with asyncio.timeout(self._max_queue_s):
+                await self._long.acquire()
+        except TimeoutError:
+            raise TextBusy(f"not begun within {self._max_queue_s:g} s") from None
+
+    async def _run(
+        self, function: Callable[[], Result], timeout_s: float, extra_s: Callable[[], float]
+    ) -> Result:
         call = _Call(function, asyncio.get_running_loop())
         self._jobs.put(call)
         queued_at = time.monotonic()
@@ -76,7 +104,6 @@ class TextWorkers:
                     raise TextTimeout(f"longer than {limit_s:g} s")
         finally:
             call.given_up = True
-            self._num_calls -= 1
 
     def close(self) -> None:
         """Ends the threads once they have nothing to do."""

@@ -35,6 +35,27 @@ def test_results_and_exceptions() -> None:
     workers.close()
 
 
+def test_long_calls_leave_a_thread_to_the_short_ones() -> None:
+    workers = TextWorkers(2, max_calls=100, max_queue_s=0.2)
+    release = threading.Event()
+
+    async def mixed() -> None:
+        hold = [
+            asyncio.create_task(workers.run(lambda: release.wait(10), 15, is_long=True)) for _ in range(3)
+        ]
+        await asyncio.sleep(0.05)
+        assert await workers.run(lambda: "short", 5) == "short"
+        for late in hold[1:]:
+            with pytest.raises(TextBusy, match=r"not begun within 0\.2 s"):
+                await late
+        release.set()
+        assert await hold[0] is True
+        assert await workers.run(lambda: "long", 5, is_long=True) == "long"
+
+    run(mixed())
+    workers.close()
+
+
 def test_hung_calls_are_given_up_and_their_threads_replaced() -> None:
     workers = TextWorkers(1, max_calls=100)
     release = threading.Event()
