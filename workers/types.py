@@ -15,6 +15,7 @@ from workers.hashing import BlockHash
 MAX_BEAM_WIDTH = 64  # hypotheses of a beam search
 MAX_GRAMMAR_BYTES = 64 << 10
 INVALID_GRAMMAR = "invalid_schema"  # code of a grammar that cannot be used
+TOO_BUSY = "queue_full"  # code of what would have been done at another time
 
 RequestId = NewType("RequestId", str)
 GroupId = NewType("GroupId", str)
@@ -173,7 +174,11 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """What a group says of one choice after a step: new tokens, and the end when it has come."""
+    """What a group says of one choice after a step: new tokens, and the end when it has come.
+
+    A beam search says two things: that its prompt is computed, in a chunk of choice 0 without tokens, and at
+    its end all the rest.
+    """
 
     request_id: RequestId
     choice: int

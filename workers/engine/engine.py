@@ -44,7 +44,6 @@ from workers.engine.step import Executor, Sampled, SliceResult, StepPlan
 from workers.engine.totals import EngineTotals, group_report, group_stats
 from workers.report import GroupReport
 from workers.types import (
-    INVALID_GRAMMAR,
     BlockEvent,
     FinishReason,
     GenerateRequest,
@@ -135,10 +134,10 @@ class Engine:
         if block_size is not None:
             for sequence in sequences:
                 sequence.hash_begun(block_size)
-        self._requests[request.request_id] = sequences
-        self._scheduler.add(sequences)
         if request.grammar is not None and request.sampling.max_tokens > 0:
             self._grammars.want(sequences, request.grammar)
+        self._requests[request.request_id] = sequences
+        self._scheduler.add(sequences)
         self._is_stalled = False
         if request.transfer_id is not None:  # others wait for it: it does not wait for others
             self._exchange.leases.request_came(request.transfer_id)
@@ -256,6 +255,7 @@ class Engine:
             for sequence in sequences:
                 if sequence.state is not _FINISHED:
                     self._end(sequence, FinishReason.ERROR)
+        self._grammars.close()
 
     def stats(self) -> GroupStats:
         """Load and totals now. Requests are counted as ended once, by the reason of their last choice;
@@ -308,11 +308,10 @@ class Engine:
             if isinstance(answer, Failure):
                 self._fail_by(sequence, answer, chunks)
             elif answer:
-                reason = answer[0].finish_reason
-                assert reason is not None, "a search that goes on has nothing to say"
-                self._totals.num_generated += sum(len(chunk.token_ids) for chunk in answer)
-                self._end(sequence, reason)
                 chunks += answer
+                if (reason := answer[0].finish_reason) is not None:
+                    self._totals.num_generated += sum(len(chunk.token_ids) for chunk in answer)
+                    self._end(sequence, reason)
 
     def _fail_by(self, sequence: Sequence, failure: Failure, chunks: list[TokenChunk]) -> None:
         """Ends the request of a sequence that came to nothing."""
@@ -320,8 +319,7 @@ class Engine:
         _log.error(
             "request %s choice %d: %s", request_id, sequence.choice, failure.detail, exc_info=failure.cause
         )
-        is_sound = failure.code == INVALID_GRAMMAR  # what it has computed is
-        spoiled = None if is_sound else sequence
+        spoiled = None if failure.is_sound else sequence
         self._fail(request_id, failure.code, failure.message, chunks, spoiled=spoiled)
 
     def _take(
@@ -393,6 +391,8 @@ class Engine:
         if sequence.parent.num_unfinished == 0:
             request = sequence.parent.request
             del self._requests[request.request_id]
+            if sequence.parent.awaits_grammar:
+                self._grammars.drop(sequence.parent)
             self._totals.num_ended[reason] += 1
             if request.transfer_id is not None:
                 self._exchange.leases.request_ended(request.transfer_id)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from workers.decoding.beam_search import Candidate
 from workers.engine.step import Executor, GroupFailed, SequenceSlice, SliceResult, StepPlan
+from workers.types import INVALID_GRAMMAR, TOO_BUSY
 
 Outcome = SliceResult | Exception  # what a slice gave, or why it gave nothing
 Outcomes = Sequence[Outcome]
@@ -48,6 +49,11 @@ class Failure(NamedTuple):
     message: str
     detail: str  # for the log
     cause: Exception | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether what the sequence has computed can be trusted all the same: only its grammar fails."""
+        return self.code in (INVALID_GRAMMAR, TOO_BUSY)
 
 
 def failure_of(piece: SequenceSlice, outcome: Outcome, vocab_size: int) -> Failure | None:

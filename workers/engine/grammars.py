@@ -10,28 +10,27 @@ outlives a preemption; a choice that another group has begun is replayed from it
 
 from __future__ import annotations
 
-import time
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from workers.engine.step import AllowedTokens, SequenceSlice
-from workers.types import INVALID_GRAMMAR, Grammar, RequestRefused
+from workers.engine.masks import GrammarCursor, GrammarState, Masks
+from workers.engine.step import SequenceSlice
+from workers.types import INVALID_GRAMMAR, TOO_BUSY, Grammar, RequestRefused
 
 if TYPE_CHECKING:
+    from workers.engine.request import RequestState
     from workers.engine.sequence import Sequence as EngineSequence
 
 COMPILE_TIMEOUT_S = 5.0
-_MASK_TIMEOUT_S = 10.0
-# A step waits for its masks. When they have cost so much computing, the costly ones that are left are given
-# up: many at the same time would hold up all others.
-_MAX_STEP_S = 1.0
-_CHEAP_S = 0.02
 _COMPILE_THREADS = 2  # one slow grammar does not hold up all others
 _MAX_PENDING = 256  # different grammars that are being compiled or wait for it
 _MAX_KEPT = 64  # compiled grammars
+
+_log = logging.getLogger(__name__)
 
 
 class GrammarRefused(Exception):
@@ -57,37 +56,6 @@ class AnswerEnd:
     min_tokens: int  # they are not, before so many; but where nothing else can follow, the answer ends
 
 
-class GrammarState(AllowedTokens, Protocol):
-    """How far one answer has come in its grammar. Used by one thread at a time."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Nothing may follow."""
-        ...
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of them, from the first on, the grammar goes on with. Changes nothing."""
-        ...
-
-    def accept(self, token_id: int) -> None:
-        """The answer goes on with this token, which is none that ends it."""
-        ...
-
-    @property
-    def cost_s(self) -> float:
-        """Of the next `fill`, as far as one can tell; seconds of computing."""
-        ...
-
-    def give_up(self, why: str) -> None:
-        """Instead of `fill`: `bits` raises GrammarFailed."""
-        ...
-
-    def fill(self, drafts: Sequence[int]) -> None:
-        """Finds what `bits` gives out, for the next token and the one after each of the drafts, all of which
-        the grammar allows. The state stays where it is."""
-        ...
-
-
 class CompiledGrammar(Protocol):
     """A grammar that any number of answers can follow."""
 
@@ -102,53 +70,6 @@ class GrammarBackend(Protocol):
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises GrammarRefused. Must let other threads run."""
         ...
-
-
-class GrammarCursor:
-    """The state of one sequence, used in turn by the engine's thread and the mask thread."""
-
-    def __init__(self, state: GrammarState) -> None:
-        self._state = state
-        self._filling: Future[None] | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        return self._state.is_complete
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """See GrammarState."""
-        return self._settled().num_allowed(token_ids)
-
-    def accept(self, token_id: int) -> None:
-        """See GrammarState."""
-        self._settled().accept(token_id)
-
-    def bits(self, num_drafts: int) -> bytes | None:
-        """See AllowedTokens."""
-        return self._settled().bits(num_drafts)
-
-    @property
-    def cost_s(self) -> float:
-        """See GrammarState. In the mask thread."""
-        return self._state.cost_s
-
-    def give_up(self, why: str) -> None:
-        """See GrammarState. In the mask thread."""
-        self._state.give_up(why)
-
-    def fill(self, drafts: Sequence[int]) -> None:
-        """In the mask thread."""
-        self._state.fill(drafts)
-
-    def filled_by(self, filling: Future[None]) -> None:
-        """Whoever asks next waits for it."""
-        self._filling = filling
-
-    def _settled(self) -> GrammarState:
-        if self._filling is not None:
-            self._filling.result(_MASK_TIMEOUT_S)
-            self._filling = None
-        return self._state
 
 
 @dataclass(slots=True)
@@ -171,7 +92,7 @@ class Grammars:
         self._compiling: dict[Grammar, Future[CompiledGrammar]] = {}
         self._waiting: list[_Waiting] = []
         self._compilers: ThreadPoolExecutor | None = None  # threads once they are needed
-        self._filler: ThreadPoolExecutor | None = None
+        self._masks = Masks()
 
     @property
     def num_waiting(self) -> int:
@@ -189,9 +110,10 @@ class Grammars:
         known = self._kept.get(grammar)
         if isinstance(known, GrammarRefused):
             raise RequestRefused(known.sentence, code=known.code)
-        if known is None and len(self._compiling) >= _MAX_PENDING:
+        is_new = known is None and grammar not in self._compiling
+        if is_new and len(self._compiling) >= _MAX_PENDING:
             raise RequestRefused(
-                f"{_MAX_PENDING} grammars are waiting to be compiled. Try again later.", code="queue_full"
+                f"{_MAX_PENDING} grammars are waiting to be compiled. Try again later.", code=TOO_BUSY
             )
 
     def want(self, sequences: list[EngineSequence], grammar: Grammar) -> None:
@@ -218,18 +140,16 @@ class Grammars:
         left: list[_Waiting] = []
         for waiting in self._waiting:
             parent = waiting.sequences[0].parent
-            if parent.num_unfinished == 0:  # aborted
-                continue
             known = self._kept.get(waiting.grammar)
             try:
                 if known is None:
                     self._check_overdue(waiting)
                     left.append(waiting)
-                    continue
-                if isinstance(known, GrammarRefused):
-                    raise known
-                _attach(known, waiting.sequences)
-                parent.awaits_grammar = False
+                elif isinstance(known, GrammarRefused):
+                    refused.append((waiting.sequences[0], known))
+                else:
+                    _attach(known, waiting.sequences)
+                    parent.awaits_grammar = False
             except GrammarRefused as error:
                 refused.append((waiting.sequences[0], error))
         self._waiting = left
@@ -245,13 +165,26 @@ class Grammars:
             for sequence, piece in zip(sequences, slices, strict=False)
             if sequence.grammar is not None and piece.sample is not None
         ]
-        if not work:
-            return
-        if self._filler is None:
-            self._filler = ThreadPoolExecutor(1, "grammar-masks")
-        filling = self._filler.submit(_fill, work)
-        for cursor, _ in work:
-            cursor.filled_by(filling)
+        if work:
+            self._masks.fill(work)
+
+    def drop(self, parent: RequestState) -> None:
+        """A request has ended that was waiting for its grammar, which is not compiled any more: unless that
+        has begun, or others wait for it."""
+        grammar = parent.request.grammar
+        assert grammar is not None
+        self._waiting = [each for each in self._waiting if each.sequences[0].parent is not parent]
+        future = self._compiling.get(grammar)
+        is_wanted = any(each.grammar == grammar for each in self._waiting)
+        if future is not None and not is_wanted and future.cancel():
+            del self._compiling[grammar]
+
+    def close(self) -> None:
+        """Ends the threads once they have done what they are at. May be called twice; nothing else may be
+        called afterwards."""
+        self._masks.close()
+        if self._compilers is not None:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, _future: Future[CompiledGrammar]) -> None:
         self.has_news = True
@@ -276,7 +209,7 @@ class Grammars:
         future = self._compiling.get(waiting.grammar)
         if future is None or future.cancel():
             self._compiling.pop(waiting.grammar, None)
-            raise GrammarRefused("Too many grammars are being compiled. Try again later.", code="queue_full")
+            raise GrammarRefused("Too many grammars are being compiled. Try again later.", code=TOO_BUSY)
         raise GrammarRefused(f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile: make it smaller")
 
 
@@ -286,15 +219,16 @@ def _attach(grammar: CompiledGrammar, sequences: list[EngineSequence]) -> None:
         end = AnswerEnd(
             token_ids=tuple(sorted(parent.end_ids)), min_tokens=parent.request.sampling.min_tokens
         )
-        sequence.grammar = GrammarCursor(grammar.begin(end, sequence.output))
+        sequence.grammar = GrammarCursor(_begin(grammar, end, sequence.output))
         assert sequence.task is not None
         sequence.task = replace(sequence.task, allowed=sequence.grammar)
 
 
-def _fill(work: Sequence[tuple[GrammarCursor, Sequence[int]]]) -> None:
-    began_s = time.thread_time()
-    for cursor, drafts in sorted(work, key=lambda each: each[0].cost_s):
-        if cursor.cost_s > _CHEAP_S and time.thread_time() - began_s > _MAX_STEP_S:
-            cursor.give_up("too many that are so costly to compute go on at the same time; try again later")
-        else:
-            cursor.fill(drafts)
+def _begin(grammar: CompiledGrammar, end: AnswerEnd, output: Sequence[int]) -> GrammarState:
+    try:
+        return grammar.begin(end, output)
+    except (GrammarRefused, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # as in `masks`
+        _log.exception("an answer cannot begin its grammar")
+        raise GrammarRefused(f"no answer can begin with it ({type(error).__name__})") from error

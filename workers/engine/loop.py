@@ -149,7 +149,7 @@ class EngineLoop:
                     self._emit()
         except GroupFailed as error:
             self._failure = str(error)
-        except Exception as error:
+        except BaseException as error:  # what an extension in Rust raises when it panics is no Exception
             _log.exception("the engine loop ends")
             self._failure = f"the engine loop failed: {error!r}"
         self._close(self._failure or "The engine is stopping.")

@@ -12,11 +12,16 @@ from typing import Protocol
 
 from workers.decoding.beam_search import Candidate
 from workers.engine.proposals import DraftHeads, DraftModel
-from workers.types import SamplingParams, TokenLogprob
+from workers.types import INVALID_GRAMMAR, SamplingParams, TokenLogprob
 
 
 class GrammarFailed(Exception):
-    """An answer's grammar cannot go on: it would take too much, or no token fits. Ends the request."""
+    """An answer's grammar cannot go on: it would take too much, or no token fits. Ends the request; `code` is
+    for the client."""
+
+    def __init__(self, message: str, *, code: str = INVALID_GRAMMAR) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class AllowedTokens(Protocol):

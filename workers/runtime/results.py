@@ -14,7 +14,7 @@ from workers.kernels import Draw, Drawn, Kernels
 from workers.runtime.candidates import find_candidates
 from workers.runtime.logprobs import score_tokens
 from workers.runtime.sampler import BEST, draw_of, sample
-from workers.types import INVALID_GRAMMAR, TokenLogprob
+from workers.types import TokenLogprob
 
 _NON_FINITE = SliceResult(error="the model produced a value that is not a finite number")
 
@@ -124,7 +124,7 @@ class ResultBuilder:
             try:
                 use.task.allowed.bits(len(use.task.drafts))
             except GrammarFailed as error:
-                self._errors[use.slice] = SliceResult(error=str(error), error_code=INVALID_GRAMMAR)
+                self._errors[use.slice] = SliceResult(error=str(error), error_code=error.code)
                 return False
         return True
 

@@ -41,7 +41,7 @@ class LlguidanceGrammar:
 
 
 class LlguidanceState:
-    """Implements `workers.engine.grammars.GrammarState`."""
+    """Implements `workers.engine.masks.GrammarState`."""
 
     def __init__(
         self, matcher: LLMatcher, vocab_size: int, end: AnswerEnd, num_output: int, cost_s: float
@@ -74,7 +74,10 @@ class LlguidanceState:
             self._is_complete = True
         elif self._matcher.is_accepting() and not self._may_end(0):
             # No token will end it, so it has to be found out here whether anything can follow.
-            self._is_complete = not self._followers()[0].any()
+            try:
+                self._is_complete = not self._followers()[0].any()
+            except GrammarFailed as failed:
+                self._failure = str(failed)
         self._spent_s += time.thread_time() - began
 
     def fill(self, drafts: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.engine.toy import VOCAB, Transcript, make_engine, make_request, numbers
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import MODEL_METHODS
+from workers.engine import masks
 from workers.engine.engine import Engine
 from workers.engine.grammars import COMPILE_TIMEOUT_S, AnswerEnd, GrammarRefused
 from workers.engine.loop import EngineLoop, StepOutput
@@ -225,6 +226,114 @@ def test_an_overdue_compilation_is_given_up_and_an_abort_forgets_it() -> None:
     assert [found.last[name, 0].error_code for name in "abc"] == ["invalid_schema"] * 2 + ["queue_full"]
     assert not engine.has_work() and not engine.has_timers()
     backend.gate.set()
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
+    """Clients that leave take no places of the queue with them."""
+    backend = Backend()
+    backend.gate.clear()
+    engine = engine_of(backend, max_waiting=1000)
+    for number in range(256):
+        engine.add(with_grammar(make_request(f"a{number}", numbers(5), 3), f"2 {3 + number}"))
+    with pytest.raises(RequestRefused, match="256 grammars are waiting to be compiled"):
+        engine.add(with_grammar(make_request("b", numbers(5), 3), "3 3"))
+    engine.add(with_grammar(make_request("also", numbers(5), 3), "2 103"))
+    for number in range(256):
+        assert engine.abort(RequestId(f"a{number}"))
+    engine.add(with_grammar(make_request("b", numbers(5), 3), "3 3"))
+    backend.gate.set()
+    found = settled(engine)
+    assert (len(found.tokens["also", 0]), len(found.tokens["b", 0])) == (3, 3)
+    assert set(backend.compiled) == {"2 3", "2 4", "2 103", "3 3"}  # two threads had begun with the first two
+
+
+def test_an_abort_of_the_last_one_that_waits_leaves_no_timer() -> None:
+    backend = Backend()
+    backend.gate.clear()
+    engine = engine_of(backend)
+    engine.add(with_grammar(make_request("a", numbers(5), 3), "2 3"))
+    assert engine.has_timers()
+    engine.abort(RequestId("a"))
+    assert not engine.has_timers()
+    backend.gate.set()
+
+
+class Panics(BaseException):
+    """As those of extensions in Rust."""
+
+
+@pytest.mark.parametrize("where", ["fill", "accept", "num_allowed"])
+@pytest.mark.parametrize("error", [ValueError("a bug"), Panics("at line 1")])
+def test_a_grammar_that_breaks_ends_its_own_request_only(error: BaseException, where: str) -> None:
+    class Broken(Rising):
+        def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
+            return Broken(self.modulus, self.most, end)
+
+        def num_allowed(self, token_ids: Sequence[int]) -> int:
+            self.breaks("num_allowed", 2)
+            return super().num_allowed(token_ids)
+
+        def accept(self, token_id: int) -> None:
+            self.output.append(token_id)
+            self.breaks("accept", 2)
+
+        def fill(self, drafts: Sequence[int]) -> None:
+            self.breaks("fill", 2)
+            super().fill(drafts)
+
+        def breaks(self, place: str, num_output: int) -> None:
+            if place == where and len(self.output) == num_output:
+                raise error
+
+    class BrokenBackend(Backend):
+        def compile(self, grammar: Grammar) -> Rising:
+            return Broken(2, 9) if grammar.text == "broken" else super().compile(grammar)
+
+    guessing = SpeculativeConfig(method="lookahead", max_draft_tokens=2)
+    engine, executor = make_engine(grammars=BrokenBackend(), eos=(EOS,), speculative=guessing)
+    executor.spoil = lambda piece: _failure_of(piece.sample.allowed if piece.sample else None)
+    for name, text in (("a", "2 6"), ("bad", "broken"), ("b", "3 6")):
+        engine.add(with_grammar(make_request(name, numbers(20), 9), text))
+    found = settled(engine)
+    assert found.last["bad", 0].error == f"The grammar of this answer failed ({type(error).__name__})."
+    assert len(found.tokens["bad", 0]) == 2
+    assert found.reason("a") is found.reason("b") is FinishReason.STOP
+
+
+def test_masks_that_take_too_long_end_those_that_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the group, nor what has no grammar or has its mask already."""
+    monkeypatch.setattr(masks, "_MASK_TIMEOUT_S", 0.1)
+    is_slow, gate = threading.Event(), threading.Event()
+
+    class Slow(Rising):
+        def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
+            return Slow(self.modulus, self.most, end)
+
+        def fill(self, drafts: Sequence[int]) -> None:
+            super().fill(drafts)
+            assert not is_slow.is_set() or gate.wait(20)
+
+    class SlowBackend(Backend):
+        def compile(self, grammar: Grammar) -> Rising:
+            return Slow(2, 900) if grammar.text == "slow" else super().compile(grammar)
+
+    engine, executor = make_engine(grammars=SlowBackend(), eos=(EOS,))
+    executor.spoil = lambda piece: _failure_of(piece.sample.allowed if piece.sample else None)
+    found = Transcript()
+    for name, text in (("a", "2 200"), ("slow", "slow"), ("b", "3 200")):  # masks are filled in this order
+        engine.add(with_grammar(make_request(name, numbers(20), 300), text))
+        while (name, 0) not in found.first:
+            found.take(engine.step())
+    engine.add(make_request("free", numbers(9, 1), 9))
+    is_slow.set()
+    while ("slow", 0) not in found.last:
+        found.take(engine.step())
+    gate.set()
+    settled(engine, found)
+    for name in ("slow", "b"):
+        message = found.last[name, 0].error
+        assert message is not None and message.endswith("take too long to compute. Try again later.")
+    assert (len(found.tokens["free", 0]), found.reason("a")) == (9, FinishReason.STOP)
 
 
 def test_a_grammar_that_cannot_go_on_ends_its_request() -> None:
