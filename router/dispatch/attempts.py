@@ -105,7 +105,7 @@ class Attempts:
                 continue
             if attempt.owner is None:
                 self._take(attempt, link)
-            if chunk.token_ids or is_computed(chunk):  # a refusal says nothing of how fast it computes
+            if has_begun(chunk):  # a refusal says nothing of how fast it computes
                 link.load.on_token(attempt.wire_id, self._clock())
                 if not attempt.begun.done():
                     attempt.begun.set_result(None)
@@ -216,6 +216,11 @@ def _fail(stream: RequestStream, link: GroupLink, reason: str) -> None:
         stream.fail(STOPPED, f"worker group {link.info.group_id} was stopped: {reason}")
     else:
         stream.fail("group_failed", f"worker group {link.info.group_id} failed: {reason}")
+
+
+def has_begun(chunk: TokenChunk) -> bool:
+    """Whether its group has computed the prompt."""
+    return bool(chunk.token_ids) or chunk.times is not None or is_computed(chunk)
 
 
 def is_computed(chunk: TokenChunk) -> bool:

@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from router.dispatch.attempts import CRASHED, Attempt, Attempts, is_computed
+from router.dispatch.attempts import CRASHED, Attempt, Attempts, has_begun, is_computed
 from router.dispatch.interface import Decision, Fetch, FetchCounts, PrefillOutcome, SourceKind
 from router.dispatch.link import GroupLink
 from router.dispatch.placement import BlockChains, Placement, known_tokens
@@ -116,7 +116,7 @@ class _RunningFetch:
 
     def on_first(self, link: GroupLink, chunk: TokenChunk) -> TokenChunk:
         """Counts what was read. The reader sees as cached what had been before this request."""
-        if not (chunk.token_ids or is_computed(chunk)):  # an error: the answer is over
+        if not has_begun(chunk):  # an error: the answer is over
             return chunk
         self._has_begun = True
         if self._task is not None and not self._task.done():

@@ -3,14 +3,15 @@
     placed -> tokens -> the group ends -> placed again, with the tokens so far -> tokens -> ...
 
 What the reader gets goes on as if nothing had happened: a group computes the next token from prompt, tokens
-so far, seed and position alone. A beam search, of which nothing comes before its end, is made anew. Text,
-stop strings and usage are made from what the reader gets, so they know nothing of it.
+so far, seed and position alone. A beam search, whose tokens come at its end, is made anew. Text, stop strings
+and usage are made from what the reader gets, so they know nothing of it.
 
 A group that was told to end (an update, fewer groups) costs its requests nothing, however often. One that
 crashed may have been killed by one of them, which would then pull down one group after the other. A request
 that does so does it again with its first step in the next group: there its prompt and tokens so far are
 computed, and the token at which the group before has failed. So one that had got nothing from the group is a
-suspect of its crash, and the others are not, whatever they had got elsewhere:
+suspect of its crash, and the others are not, whatever they had got elsewhere. (A beam search has got
+something when it has begun; one that kills its groups later on is moved as often as others, and no more.)
 
     suspects are tried one at a time, before all else that waits in their new group, and without a prefill
     group; while one is tried, a crash there is put down to it alone
@@ -98,17 +99,16 @@ class Journey:
         request = self._request
         if self.is_suspect:
             request = replace(request, priority=_TRIAL_PRIORITY)
+        if 0 not in self._unfinished or 0 in self._answered:  # the reader has the prompt's scores
+            request = replace(request, sampling=replace(request.sampling, num_prompt_logprobs=None))
         is_fresh = not any(self._tokens.values()) and len(self._unfinished) == len(self._tokens)
         if is_fresh or request.beam is not None:  # nothing has come of it, or it is made as a whole
             return request
-        sampling = request.sampling
-        if 0 not in self._unfinished or 0 in self._answered:
-            sampling = replace(sampling, num_prompt_logprobs=None)  # the reader has them
         begun = tuple(
             BegunChoice(choice=choice, token_ids=tuple(self._tokens[choice]))
             for choice in sorted(self._unfinished)
         )
-        return replace(request, sampling=sampling, begun=begun)
+        return replace(request, begun=begun)
 
     def give_up(self, why: str) -> list[TokenChunk]:
         """The last chunks, when the request cannot go on."""

@@ -54,7 +54,8 @@ class LiveRequests:
         live = self._live.get(chunk.request_id)
         if live is None:
             return None
-        if live.arrived_s is not None and chunk.token_ids:
+        has_begun = chunk.times is not None and chunk.finish_reason is None  # a search, without tokens yet
+        if live.arrived_s is not None and (chunk.token_ids or has_begun):
             self.first_tokens_total += 1
             self.first_token_seconds_total += now_s - live.arrived_s
             live.arrived_s = None

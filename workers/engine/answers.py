@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 
 from workers.engine.execution import Failure, Outcome, failure_of
 from workers.engine.scheduler import Scheduler
-from workers.engine.search import last_chunks, search_of
+from workers.engine.search import first_chunk, last_chunks, search_of
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.step import Sampled, SequenceSlice, SliceResult
 from workers.types import FinishReason, TokenChunk
@@ -51,8 +51,8 @@ def take_search(
     vocab_size: int,
     now_s: float,
 ) -> Failure | list[TokenChunk]:
-    """Brings a beam search forward by what the step found for its hypotheses, or for a chunk. Its last
-    chunks when it is over, else []."""
+    """Brings a beam search forward by what the step found for its hypotheses, or for a chunk. What it has to
+    say: once that it has begun, and when it is over its last chunks; else []."""
     results = []
     for piece, outcome in rows:
         failure = failure_of(piece, outcome, vocab_size)
@@ -76,7 +76,7 @@ def take_search(
     parents = search.beam.advance([result.candidates for result in results])
     if not search.beam.is_over:
         scheduler.go_on_searching(sequence, parents)
-        return []
+        return [] if sequence.has_answered else [first_chunk(sequence, search)]
     found = last_chunks(sequence, search)
     was_cut = found[0].finish_reason is FinishReason.LENGTH
     scheduler.estimate.observe(len(found[0].token_ids), was_cut=was_cut)

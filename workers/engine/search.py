@@ -194,6 +194,19 @@ def make_search(sequence: Sequence, params: BeamParams) -> None:
     sequence.search = Search(beam, sequence.task)
 
 
+def first_chunk(sequence: Sequence, search: Search) -> TokenChunk:
+    """Of choice 0, once the prompt is computed: no tokens, which come at the end. But whoever waits knows
+    from then on that the search is under way, and not waiting for its turn."""
+    sequence.has_answered = True
+    return TokenChunk(
+        request_id=sequence.parent.request.request_id,
+        choice=0,
+        prompt_logprobs=sequence.take_prompt_scores(),
+        num_cached_tokens=sequence.num_cached or 0,
+        times=search.times,
+    )
+
+
 def last_chunks(sequence: Sequence, search: Search) -> list[TokenChunk]:
     """What a search that is over has to say: one chunk of each choice, the best first."""
     request, end_ids = sequence.parent.request, sequence.parent.end_ids
@@ -202,6 +215,7 @@ def last_chunks(sequence: Sequence, search: Search) -> list[TokenChunk]:
     chunks = []
     for choice, hypothesis in enumerate(finished[: request.num_choices]):
         last = hypothesis.token_ids[-1]
+        is_first = choice > 0 or not sequence.has_answered
         chunks.append(
             TokenChunk(
                 request_id=request.request_id,
@@ -209,8 +223,8 @@ def last_chunks(sequence: Sequence, search: Search) -> list[TokenChunk]:
                 token_ids=hypothesis.token_ids,
                 logprobs=hypothesis.logprobs or None,
                 prompt_logprobs=sequence.take_prompt_scores() if choice == 0 else None,
-                num_cached_tokens=sequence.num_cached or 0,
-                times=search.times,
+                num_cached_tokens=(sequence.num_cached or 0) if is_first else 0,
+                times=search.times if is_first else None,
                 finish_reason=FinishReason.STOP if last in end_ids else FinishReason.LENGTH,
                 stop_token_id=last if last in end_ids else None,
                 score=hypothesis.score,

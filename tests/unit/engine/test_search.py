@@ -45,7 +45,8 @@ def check(transcript: Transcript, request: GenerateRequest, eos: tuple[int, ...]
     for choice, expected in enumerate(reference_search(request, eos)):
         key = (request.request_id, choice)
         last = transcript.last[key]
-        assert transcript.first[key] is last, "a search says nothing before its end"
+        first = transcript.first[key]
+        assert first is last or (choice == 0 and not first.token_ids), "tokens come at the end of a search"
         assert (last.token_ids, last.score) == (expected.token_ids, expected.score)
         ended = expected.token_ids[-1] in eos
         assert last.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
@@ -182,13 +183,46 @@ def test_logprobs_and_prompt_scores() -> None:
         chunk = transcript.last["a", choice]
         assert chunk.logprobs is not None
         assert tuple(score.token_id for score in chunk.logprobs) == chunk.token_ids
-        assert chunk.prompt_logprobs == (None if choice else reference_scores(request))
+        assert chunk.prompt_logprobs is None
+    assert transcript.first["a", 0].prompt_logprobs == reference_scores(request)
+
+
+def test_that_it_has_begun_is_said_once_and_at_once() -> None:
+    """Whoever places requests has to tell a search under way from one that waits."""
+    engine, _ = make_engine(num_blocks=100, block_size=4, eos=EOS)
+    request = beam("a", 19, 6, 3)
+    engine.add(make_request("p", request.prompt_token_ids, 1))
+    run(engine)
+    engine.add(request)
+    (begun,) = engine.step()
+    assert (begun.choice, begun.token_ids, begun.num_cached_tokens) == (0, (), 16)
+    assert begun.times is not None and begun.finish_reason is None
+    transcript = run(engine)
+    check(transcript, request)
+    assert [transcript.last["a", choice].num_cached_tokens for choice in range(3)] == [0, 16, 16]
+    assert [transcript.last["a", choice].times for choice in range(3)] == [None, begun.times, begun.times]
+    short = beam("b", 9, 1, 3)  # over in its first step: all of it is said there
+    engine.add(short)
+    check(run(engine), short)
+
+
+def test_one_that_is_preempted_does_not_say_again_that_it_has_begun() -> None:
+    engine, _ = make_engine(num_blocks=26, block_size=4, expected_output_tokens=1)
+    for name in "abc":
+        engine.add(beam(name, 10, 20, 4))
+    chunks = []
+    while engine.has_work():
+        chunks += engine.step()
+    assert engine.stats().preemptions_total > 0
+    begun = [chunk.request_id for chunk in chunks if chunk.finish_reason is None]
+    assert sorted(begun) == ["a", "b", "c"]
 
 
 def test_an_abort_in_the_middle_leaves_nothing() -> None:
     engine, _ = make_engine(num_blocks=100, block_size=4, eos=EOS)
     engine.add(beam("a", 9, 30, 4, num_choices=2, ignore_eos=True))
-    for _ in range(7):
+    assert len(engine.step()) == 1
+    for _ in range(6):
         assert engine.step() == []
     assert engine.unfinished_choices("a") == (0, 1)  # type: ignore[arg-type]
     assert engine.stats().num_running == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from workers.types import (
     EarlyStopping,
     FinishReason,
     GenerateRequest,
+    StageTimes,
     TokenChunk,
     TokenLogprob,
     error_chunk,
@@ -85,6 +87,28 @@ def test_a_stop_string_cuts_the_text_of_what_was_found() -> None:
     counts = [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]]
     assert counts == [len("first o"), len("second"), len("third o")]
     assert answer["usage"]["completion_tokens"] == sum(counts)
+
+
+def test_what_a_search_says_of_its_prompt_comes_before_its_tokens() -> None:
+    def begins_and_finds(request: GenerateRequest) -> Iterator[TokenChunk]:
+        yield TokenChunk(
+            request_id=request.request_id,
+            choice=0,
+            num_cached_tokens=32,
+            times=StageTimes(queue_s=0.0, transfer_s=0.0, compute_s=0.1),
+            prompt_logprobs=(None, *(TokenLogprob(token_id=5, logprob=-2.0),) * (num_prompt - 1)),
+        )
+        for chunk in finds(request):
+            yield replace(chunk, num_cached_tokens=16 if chunk.choice else 0)
+
+    num_prompt = len(byte_tokenizer().encode("hi"))
+    router = stack(FakeDispatcher(begins_and_finds))
+    fields = {"use_beam_search": True, "n": 2, "echo": True, "logprobs": 0}
+    answer = call(router.app, COMPLETIONS, {"prompt": "hi", **fields}).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["hi" + text for text in TEXTS[:2]]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    for choice in answer["choices"]:
+        assert choice["logprobs"]["token_logprobs"][:num_prompt] == [None, *[-2.0] * (num_prompt - 1)]
 
 
 def test_nothing_is_searched_unasked() -> None:

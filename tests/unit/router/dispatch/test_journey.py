@@ -6,8 +6,10 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
+from router.dispatch.attempts import Attempt
 from router.dispatch.dispatcher import SocketDispatcher
 from router.dispatch.journey import Journey
+from router.dispatch.streams import RequestStream
 from tests.unit.data_plane.fakes import (
     FAST,
     Cluster,
@@ -15,11 +17,21 @@ from tests.unit.data_plane.fakes import (
     collect,
     expected_tokens,
     request,
+    run,
     tokens,
     until,
     with_cluster,
 )
-from workers.types import BeamParams, FinishReason, RequestId, SamplingParams, TokenChunk, error_chunk
+from workers.types import (
+    BeamParams,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+    SamplingParams,
+    StageTimes,
+    TokenChunk,
+    error_chunk,
+)
 
 POISON = 13
 
@@ -310,6 +322,57 @@ def test_two_that_had_got_nothing_are_tried_one_after_the_other() -> None:
             assert tokens(await answer) == expected_tokens([i], 0, 5)
 
     with_cluster(test)
+
+
+def test_a_beam_search_that_has_begun_is_no_suspect_of_a_crash() -> None:
+    """Its tokens come at its end, so until then all that it has got is the word that it has begun."""
+    wanted = replace(request("r", [5], 8, 2), beam=BeamParams(width=3))
+    wanted = replace(wanted, sampling=replace(wanted.sampling, num_prompt_logprobs=0))
+    begun = TokenChunk(
+        request_id=wanted.request_id,
+        choice=0,
+        num_cached_tokens=16,
+        times=StageTimes(queue_s=0.0, transfer_s=0.0, compute_s=0.1),
+        prompt_logprobs=(None,),
+    )
+
+    async def test() -> None:
+        journey, attempt = Journey(wanted), attempt_of(wanted)
+        assert journey.take(begun) is begun
+        for crashes in (1, 2, 3):
+            lose(journey)
+            journey.end_of_group(attempt)
+            assert (journey.num_crashes, journey.num_suspicions, journey.is_suspect) == (crashes, 0, False)
+            again = journey.move()
+            # The reader knows of its prompt already.
+            assert again == replace(wanted, sampling=replace(wanted.sampling, num_prompt_logprobs=None))
+            assert journey.take(begun) == replace(begun, num_cached_tokens=0, prompt_logprobs=None)
+        lose(journey)
+        journey.end_of_group(attempt)
+        journey.move()
+        lose(journey)  # before it had begun
+        journey.end_of_group(attempt)
+        assert (journey.num_suspicions, journey.is_suspect) == (1, True)
+
+    run(test())
+
+
+def attempt_of(wanted: GenerateRequest) -> Attempt:
+    loop = asyncio.get_running_loop()
+    return Attempt(
+        wire_id=wanted.request_id,
+        stream=RequestStream(wanted),
+        links={},
+        target=None,  # type: ignore[arg-type]  # not looked at
+        taken=loop.create_future(),
+        begun=loop.create_future(),
+    )
+
+
+def lose(journey: Journey) -> None:
+    """Its group crashes."""
+    for choice in (0, 1):
+        assert journey.take(error_chunk(RequestId("r"), choice, "group_failed", "gone")) is None
 
 
 def test_a_beam_search_is_made_anew_and_what_had_come_of_it_stays() -> None:

@@ -17,10 +17,11 @@ from router.routing.policy import PlacementPolicy, PolicyConfig
 from tests.unit.data_plane.fakes import FAST, FAST_SERVER, SECRET, collect, info, run, tokens, until
 from tests.unit.engine.toy import VOCAB, reference, reference_search
 from tests.unit.exchange.world import Memory
-from workers.config import CacheConfig, ScheduleConfig
+from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.server import StreamServer
 from workers.data_plane.submit import SubmitClient
+from workers.decoding.drafter import METHODS
 from workers.engine.engine import Engine
 from workers.engine.exchange import (
     CloseLease,
@@ -52,6 +53,7 @@ from workers.types import (
 BLOCK_SIZE, NUM_BLOCKS = 4, 120
 LIMITS = replace(FAST, send_timeout_s=5.0)  # sixty at once on a busy machine
 POLICY = PolicyConfig(policy=PlacementPolicy.ROUND_ROBIN)
+NO_GUESSES = SpeculativeConfig()
 
 
 @dataclass(eq=False)
@@ -70,12 +72,13 @@ class Wired:
     address: GroupAddress = field(init=False)
     front: SubmitClient = field(init=False)
 
-    async def start(self, role: Role) -> None:
+    async def start(self, role: Role, speculative: SpeculativeConfig) -> None:
         self.engine = Engine(
             limits=EngineLimits(vocab_size=VOCAB, max_model_len=400, eos_token_ids=(0,)),
             cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
             schedule=ScheduleConfig(max_step_tokens=32),
             executor=self.memory,
+            speculative=speculative,
             exchange=ExchangeSetup(peers=self, on_offer=self._on_offer),
         )
         described = replace(
@@ -154,14 +157,14 @@ class Wires:
 
 
 @asynccontextmanager
-async def wired(policy: PolicyConfig, **roles: Role) -> AsyncIterator[Wires]:
+async def wired(policy: PolicyConfig, speculative: SpeculativeConfig, **roles: Role) -> AsyncIterator[Wires]:
     """Groups by name, and a router whose clock stands still: it keeps the rates it supposes."""
     groups: dict[str, Wired] = {}
     with ThreadPoolExecutor(1) as carrier:
         async with AsyncExitStack() as stack:
             for name, role in roles.items():
                 groups[name] = Wired(name, groups, carrier)
-                await groups[name].start(role)
+                await groups[name].start(role, speculative)
                 stack.push_async_callback(groups[name].stop)
             everyone = dict(groups)
 
@@ -182,10 +185,13 @@ async def wired(policy: PolicyConfig, **roles: Role) -> AsyncIterator[Wires]:
 
 
 def with_wires(
-    test: Callable[[Wires], Coroutine[Any, Any, None]], policy: PolicyConfig = POLICY, **roles: Role
+    test: Callable[[Wires], Coroutine[Any, Any, None]],
+    policy: PolicyConfig = POLICY,
+    speculative: SpeculativeConfig = NO_GUESSES,
+    **roles: Role,
 ) -> None:
     async def body() -> None:
-        async with wired(policy, **roles) as wires:
+        async with wired(policy, speculative, **roles) as wires:
             await test(wires)
 
     run(body(), 20.0)
@@ -223,7 +229,9 @@ def test_a_beam_search_reads_its_prompt_and_goes_on_alone() -> None:
     async def test(wires: Wires) -> None:
         wanted = ask("r", prompt_of(1, 33), temperature=0.0)
         wanted = replace(wanted, num_choices=2, beam=BeamParams(width=4))
-        chunks = await collect(wires.router, wanted)
+        begun, *chunks = await collect(wires.router, wanted)
+        assert (begun.token_ids, begun.num_cached_tokens) == ((), 0)
+        assert wires.router.fetch_counts().pulled_tokens == 32
         assert [(chunk.token_ids, chunk.score) for chunk in chunks] == [
             (found.token_ids, found.score) for found in reference_search(wanted)
         ]
@@ -231,6 +239,30 @@ def test_a_beam_search_reads_its_prompt_and_goes_on_alone() -> None:
         await wires.until_idle()
 
     with_wires(test, p=Role.PREFILL, d=Role.DECODE)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_are_read_and_their_answers_guessed(method: str) -> None:
+    """What guesses leave in blocks is as good as without: the next turn finds them there, or reads them."""
+
+    async def test(wires: Wires) -> None:
+        engine = wires.groups["d"].engine
+        first = [ask(f"r{i}", prompt_of(i, 30 + i), max_tokens=70, top_k=2, seed=i) for i in range(2)]
+        answers = await asyncio.gather(*(collect(wires.router, request) for request in first))
+        assert [tokens(chunks) for chunks in answers] == [reference(request) for request in first]
+        stats = engine.stats()
+        assert stats.kv_fetched_tokens_total == 28 + 28
+        assert 0 < stats.accepted_tokens_total < stats.drafted_tokens_total
+        for request, chunks in zip(first, answers, strict=True):
+            turn = [*request.prompt_token_ids, *tokens(chunks), 5]
+            second = ask(f"{request.request_id}-2", turn, max_tokens=40, top_k=2, temperature=0.0)
+            found = await collect(wires.router, second)
+            assert tokens(found) == reference(second)
+            assert found[0].num_cached_tokens >= len(turn) - 2 * BLOCK_SIZE
+        await wires.until_idle()
+
+    guesses = SpeculativeConfig(method=method, max_draft_tokens=5)
+    with_wires(test, speculative=guesses, p=Role.PREFILL, d=Role.DECODE)
 
 
 def test_many_requests_over_three_pools_are_answered_right() -> None:
