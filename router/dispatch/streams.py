@@ -24,6 +24,7 @@ class RequestStream:
         self._shown_id = request.request_id  # in the chunks that the reader gets, whatever the wire id
         most = max(request.sampling.max_tokens, 0)
         self._room = {choice: most - len(begun) for choice, begun in request.choices().items()}
+        self._is_search = request.beam is not None  # whose tokens come at once, however fast they are read
         self._merge_above = _MERGE_AFTER + request.num_choices
         self._pending: list[TokenChunk] = []
         self._num_values = 0
@@ -84,7 +85,7 @@ class RequestStream:
         if chunk.request_id != self._shown_id:
             chunk = replace(chunk, request_id=self._shown_id)
         self._pending.append(chunk)
-        self._num_values += _num_values(chunk)
+        self._num_values += 0 if self._is_search else _num_values(chunk)
         if len(self._pending) > self._merge_above:
             self._pending = merge(self._pending)
         if self._wakeup is not None and not self._wakeup.done():
@@ -115,8 +116,6 @@ def _merge_choice(parts: Sequence[TokenChunk]) -> TokenChunk:
 
 
 def _num_values(chunk: TokenChunk) -> int:
-    count = len(chunk.token_ids)
-    for entries in (chunk.logprobs, chunk.prompt_logprobs):
-        if entries is not None:
-            count += sum(1 + len(entry.top) for entry in entries if entry is not None)
-    return count
+    """Without the prompt's log-probabilities, which come once, and as many as were asked for."""
+    scores = sum(1 + len(entry.top) for entry in chunk.logprobs or ())
+    return len(chunk.token_ids) + scores

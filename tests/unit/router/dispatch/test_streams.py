@@ -6,7 +6,7 @@ from dataclasses import replace
 from router.dispatch import streams
 from router.dispatch.streams import RequestStream, merge
 from tests.unit.data_plane.fakes import request, run
-from workers.types import FinishReason, RequestId, TokenChunk, TokenLogprob
+from workers.types import BeamParams, FinishReason, RequestId, TokenChunk, TokenLogprob
 
 LENGTH = FinishReason.LENGTH
 
@@ -104,6 +104,28 @@ def test_merging_keeps_every_field() -> None:
         ),
         chunk(7, choice=1),
     ]
+
+
+def test_what_comes_at_once_is_not_the_reader_s_fault() -> None:
+    """The choices of a beam search, each with all its log-probabilities; those of a long prompt."""
+    entry = TokenLogprob(token_id=1, logprob=-1.0, top=tuple((token, -1.0) for token in range(20)))
+    many = streams.MAX_BUFFERED_VALUES // 40
+
+    async def test() -> None:
+        search = RequestStream(
+            replace(request("r", max_tokens=many, num_choices=4), beam=BeamParams(width=4))
+        )
+        for choice in range(4):
+            found = chunk(*range(many), choice=choice, end=LENGTH)
+            search.push(replace(found, logprobs=(entry,) * many))
+        assert [each.error for each in await search.take()] == [None] * 4
+
+        scored = RequestStream(request("r", max_tokens=2))
+        scored.push(replace(chunk(1), prompt_logprobs=(entry,) * 2 * many))
+        scored.push(chunk(2, end=LENGTH))
+        assert [each.error for each in await scored.take()] == [None] * 2
+
+    run(test())
 
 
 def test_a_reader_that_is_hopelessly_behind_is_cut() -> None:
