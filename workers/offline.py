@@ -161,7 +161,7 @@ def _measure(config: GroupConfig, group: LocalGroup, batch: int, options: argpar
     late_tokens = 0
     for chunk in _run(engine):
         now = time.perf_counter()
-        late_tokens += len(first) == batch
+        late_tokens += len(chunk.token_ids) if len(first) == batch else 0
         first.setdefault(chunk.request_id, now)
         last[chunk.request_id] = now
     all_first, end = max(first.values()), max(last.values())
