@@ -301,7 +301,7 @@ def _check_beam(request: GenerationFields) -> None:
         )
     if request.max_tokens == 0:
         raise invalid("A beam search (use_beam_search) needs max_tokens of at least 1.", param="max_tokens")
-    if request.response_format is not None and request.response_format != {"type": "text"}:
+    if request.response_format is not None and request.response_format.get("type") != "text":
         raise unsupported("response_format", "does not go with use_beam_search")
     if request.structured_outputs is not None:
         raise unsupported("structured_outputs", "does not go with use_beam_search")

@@ -120,8 +120,8 @@ def _asked(kind: GrammarKind, text: str, param: str) -> AskedGrammar:
 
 
 def _check_known(value: Mapping[str, Any], known: tuple[str, ...], param: str) -> None:
-    for name in value:
-        if name not in known:
+    for name, given in value.items():
+        if name not in known and given is not None:
             raise invalid(
                 f"Unknown parameter: {quoted(f'{param}.{name}')}.", param=param, code="unknown_parameter"
             )

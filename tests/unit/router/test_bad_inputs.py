@@ -62,6 +62,7 @@ BOTH = [
     Row({"store": True}, "unsupported_parameter", "store"),
     Row({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
     Row({"response_format": {"type": "json_object", "x": 1}}, "unknown_parameter", "response_format"),
+    Row({"response_format": {"type": "text", "x": 1}}, "unknown_parameter", "response_format"),
     Row({"response_format": {"type": "json_schema"}}, "invalid_schema", "response_format.json_schema"),
     Row(
         {"use_beam_search": True, "structured_outputs": {"regex": "a"}},
@@ -370,7 +371,7 @@ def test_harmless_values_pass() -> None:
         "early_stopping": False,
         "store": False,
         "length_penalty": 1.0,
-        "response_format": {"type": "text"},
+        "response_format": {"type": "text", "json_schema": None},
         "parallel_tool_calls": True,
         "user": "a\r\n\x1b[31m",
         "metadata": {"a": "b"},
