@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from workers.engine.step import AllowedTokens, GrammarFailed
 from workers.types import TOO_BUSY
 
 _MASK_TIMEOUT_S = 10.0  # for all masks of a step
-# When those of a step have cost so much computing, the costly ones that are left are given up: many at the same
-# time would hold up all others.
+# When those of a step have cost so much computing, the costly ones that are left are given up: many at the
+# same time would hold up all others.
 _MAX_STEP_S = 1.0
 _CHEAP_S = 0.02
 
 _log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class GrammarState(AllowedTokens, Protocol):
@@ -86,14 +87,11 @@ class GrammarCursor:
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """See GrammarState; 0 when something has gone wrong."""
-        with self._guard():
-            return self._settled().num_allowed(token_ids)
-        return 0
+        return self._tried(lambda: self._settled().num_allowed(token_ids), 0)
 
     def accept(self, token_id: int) -> None:
         """See GrammarState."""
-        with self._guard():
-            self._settled().accept(token_id)
+        self._tried(lambda: self._settled().accept(token_id), None)
 
     def bits(self, num_drafts: int) -> bytes | None:
         """See AllowedTokens."""
@@ -122,8 +120,7 @@ class GrammarCursor:
 
     def fill(self, drafts: Sequence[int]) -> None:
         """In the mask thread, which others' masks come after."""
-        with self._guard():
-            self._state.fill(drafts)
+        self._tried(lambda: self._state.fill(drafts), None)
         self._is_filled = True
 
     def _settled(self) -> GrammarState:
@@ -140,10 +137,10 @@ class GrammarCursor:
         self._filling = None
         return self._state
 
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
+    def _tried(self, call: Callable[[], Result], otherwise: Result) -> Result:
+        """What it gives; `otherwise` when something goes wrong, which is kept for `bits`."""
         try:
-            yield
+            return call()
         except GrammarFailed as error:
             self._failure = error
         except (KeyboardInterrupt, SystemExit):
@@ -152,6 +149,7 @@ class GrammarCursor:
             _log.exception("the grammar of an answer fails")
             message = f"The grammar of this answer failed ({type(error).__name__})."
             self._failure = GrammarFailed(message, code="internal_error")
+        return otherwise
 
 
 class Masks:

@@ -25,7 +25,7 @@ from workers.types import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from workers.engine.drafting import DraftState
-    from workers.engine.grammars import GrammarCursor
+    from workers.engine.masks import GrammarCursor
     from workers.engine.model_guesses import DraftProgress
     from workers.engine.search import Search
 

@@ -352,7 +352,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_request() -> None:
 
 def test_costly_masks_do_not_hold_up_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a step's masks have cost enough, the costly ones of others are given up. Cheap ones go first."""
-    monkeypatch.setattr("workers.engine.grammars._MAX_STEP_S", 0.0)
+    monkeypatch.setattr("workers.engine.masks._MAX_STEP_S", 0.0)
     backend = Backend()
     backend.cost_s = {"2 5": 0.3, "3 5": 0.001, "5 5": 0.2}
     engine, executor = make_engine(grammars=backend, eos=(EOS,))

@@ -220,7 +220,8 @@ class EngineMachine(RuleBasedStateMachine):
             expected = reference_search(request, EOS)[choice]
             assert (last.token_ids, last.score) == (expected.token_ids, expected.score)
             wants_scores = choice == 0 and request.sampling.num_prompt_logprobs is not None
-            assert last.prompt_logprobs == (reference_scores(request) if wants_scores else None)
+            first = self.transcript.first[request_id, choice]
+            assert first.prompt_logprobs == (reference_scores(request) if wants_scores else None)
 
 
 TestEngineMachine = EngineMachine.TestCase

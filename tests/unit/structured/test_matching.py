@@ -25,7 +25,7 @@ def test_a_limit_that_is_reached_while_a_token_is_accepted_is_said_by_the_next_m
     source = source_of(Grammar(kind=GrammarKind.REGEX, text="[ab]*|[ab]*a[ab]{30}c"))
     limits = LLParserLimits(max_lexer_states=40, verbose_errors=False)
     matcher = LLMatcher(read_vocabulary(tmp_path, VOCAB_SIZE), source, log_level=0, limits=limits)
-    state = LlguidanceGrammar(matcher, VOCAB_SIZE).begin(AnswerEnd(token_ids=(), min_tokens=0), ())
+    state = LlguidanceGrammar(matcher, VOCAB_SIZE, 0.0).begin(AnswerEnd(token_ids=(), min_tokens=0), ())
     for letter in "abababababab":
         state.accept(tokenizer.encode(letter)[-1])
     state.fill(())
