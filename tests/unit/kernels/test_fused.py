@@ -237,7 +237,7 @@ def test_ids_are_drawn_as_from_the_logits(kernels: Kernels, threads: int) -> Non
     message = step_of([(70, 1), (3, 2), (64, 1)], [0, 1, 2, 3])
     kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
     for _ in range(2):
-        logits, ids = step(message, None, kv, draws)
+        logits, ids, _ = step(message, None, kv, draws)
         assert ids == kernels.draw(logits, draws) and len(set(ids)) > 1
     model.embedding[unpack(message).token_ids[1]] = torch.nan
     ids = step(message, None, kv.clone(), draws).ids
