@@ -3,10 +3,10 @@ requests saw.
 
     python -m benchmarks.autoscaling [--burst-s 90] [--share 1.3] [--most 2] [--seed N] [--output FILE]
 
-It starts a cluster of its own, measures how many prompt tokens a second one group computes, and then sends
-prompts of their own, `--share` of that rate for `--burst-s` seconds, and a tenth of it before and after. One
-line for every five seconds: the rate asked, groups wanted and ready, mean time to the first token of late,
-what the policy found and why.
+It starts a cluster of its own, measures how many prompt tokens a second one group computes, waits until there
+is one group again, and then sends prompts of their own, `--share` of that rate for `--burst-s` seconds, and a
+tenth of it before and after. One line for every five seconds: the rate asked, groups wanted and ready, mean
+time to the first token of late, what the policy found and why.
 
 At the end: the mean time to the first token before the burst, in its second half and after it, against the
 target; and the seconds between changes of direction. The last line of output is JSON.
@@ -168,6 +168,16 @@ async def measure_rate(replay: Replay, client: httpx.AsyncClient) -> float:
     return number / (time.monotonic() - began_s)
 
 
+async def wait_for_one_group(replay: Replay, client: httpx.AsyncClient) -> None:
+    """What was measured has made the pool grow. Raises TimeoutError."""
+    async with asyncio.timeout(READY_S):
+        while True:
+            line = await replay.look(client, lambda _: 0.0)
+            if line is not None and line.target == line.ready == 1:
+                return
+            await asyncio.sleep(1.0)
+
+
 async def run(replay: Replay, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     async with httpx.AsyncClient(
         trust_env=False, timeout=300.0, limits=httpx.Limits(max_connections=None)
@@ -177,7 +187,8 @@ async def run(replay: Replay, options: argparse.Namespace, console: Console) -> 
         if given is None:
             most = await measure_rate(replay, client)
             console.print(f"one group: {most:.2f} requests/s of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens")
-            await asyncio.sleep(15.0)  # what was measured is no load
+            console.print("waiting until the pool is back at one group")
+            await wait_for_one_group(replay, client)
         start_s, end_s = options.quiet_s, options.quiet_s + options.burst_s
         replay.began_s = time.monotonic()
 

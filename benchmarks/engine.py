@@ -69,8 +69,8 @@ class Bench:
         A peer that fails is left out from then on.
         """
         for number, work in enumerate(self._works):
-            self.meter.sample()
             for name, subject in list(self._subjects.items()):
+                self.meter.sample()  # the machine has moods: the more samples, the surer the best is among them
                 try:
                     first, last = self._measure(work, subject)
                 except SubjectFailed as error:

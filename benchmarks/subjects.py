@@ -15,6 +15,7 @@ from cluster.bench.engine import BenchEngine
 from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 
 Prompts = Sequence[Sequence[int]]
+_CACHE_BYTES = 3 << 30  # no work may preempt: 128 sequences of 576 tokens of SmolLM2 take 1.7 GB
 
 
 class SubjectFailed(RuntimeError):
@@ -43,7 +44,7 @@ class Tandem:
     def __init__(self, folder: Path, threads: int, max_running: int, quantization: str = "none") -> None:
         config = GroupConfig(
             model=ModelConfig(path=str(folder), dtype="bfloat16", quantization=quantization),
-            cache=CacheConfig(max_bytes=1 << 30),
+            cache=CacheConfig(max_bytes=_CACHE_BYTES),
             schedule=ScheduleConfig(max_running=max_running),
             parallel=ParallelConfig(device="cpu", threads_per_rank=threads),
         )
