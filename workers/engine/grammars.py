@@ -90,6 +90,7 @@ class Grammars:
         self.has_news = False  # collect() has something to do
         self._kept: OrderedDict[Grammar, CompiledGrammar | GrammarRefused] = OrderedDict()  # newest last
         self._compiling: dict[Grammar, Future[CompiledGrammar]] = {}
+        self._began_s: dict[Grammar, float] = {}  # of those, for which a thread has begun
         self._waiting: list[_Waiting] = []
         self._compilers: ThreadPoolExecutor | None = None  # threads once they are needed
         self._masks = Masks()
@@ -127,7 +128,7 @@ class Grammars:
         elif grammar not in self._compiling:
             if self._compilers is None:
                 self._compilers = ThreadPoolExecutor(_COMPILE_THREADS, "grammar-compile")
-            future = self._compiling[grammar] = self._compilers.submit(self._backend.compile, grammar)
+            future = self._compiling[grammar] = self._compilers.submit(self._compile, self._backend, grammar)
             future.add_done_callback(self._compiled)
         assert not isinstance(known, GrammarRefused)
         self._waiting.append(waiting)
@@ -195,6 +196,7 @@ class Grammars:
             if not future.done():
                 continue
             del self._compiling[grammar]
+            self._began_s.pop(grammar, None)
             if future.cancelled():
                 continue
             error = future.exception()
@@ -204,13 +206,21 @@ class Grammars:
 
     def _check_overdue(self, waiting: _Waiting) -> None:
         """Raises GrammarRefused when a request has waited for too long."""
-        if self._clock() - waiting.since_s <= COMPILE_TIMEOUT_S:
+        began_s = self._began_s.get(waiting.grammar)
+        since_s = waiting.since_s if began_s is None else began_s
+        if self._clock() - since_s <= COMPILE_TIMEOUT_S:
             return
+        if began_s is not None:
+            raise GrammarRefused(f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile: make it smaller")
         future = self._compiling.get(waiting.grammar)
         if future is None or future.cancel():
             self._compiling.pop(waiting.grammar, None)
             raise GrammarRefused("Too many grammars are being compiled. Try again later.", code=TOO_BUSY)
-        raise GrammarRefused(f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile: make it smaller")
+
+    def _compile(self, backend: GrammarBackend, grammar: Grammar) -> CompiledGrammar:
+        """In a compile thread."""
+        self._began_s[grammar] = self._clock()
+        return backend.compile(grammar)
 
 
 def _attach(grammar: CompiledGrammar, sequences: list[EngineSequence]) -> None:

@@ -336,6 +336,35 @@ def test_masks_that_take_too_long_end_those_that_wait_for_them(monkeypatch: pyte
     assert (len(found.tokens["free", 0]), found.reason("a")) == (9, FinishReason.STOP)
 
 
+def test_waiting_for_a_compile_thread_is_no_compiling() -> None:
+    """Others' slow grammars must not look like one's own."""
+    gates, now = {text: threading.Event() for text in ("2 3", "3 3", "5 3")}, [0.0]
+
+    class Gated(Backend):
+        def compile(self, grammar: Grammar) -> Rising:
+            begun.append(grammar.text)
+            assert gates[grammar.text].wait(20)
+            return super().compile(grammar)
+
+    begun: list[str] = []
+    engine = engine_of(Gated(), clock=lambda: now[0])
+    for text in gates:
+        engine.add(with_grammar(make_request(text, numbers(5), 3), text))
+    now[0] = COMPILE_TIMEOUT_S - 1
+    gates["2 3"].set()
+    deadline = time.monotonic() + 20
+    while "5 3" not in begun:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    now[0] = COMPILE_TIMEOUT_S + 1
+    found = Transcript()
+    found.take(engine.step())
+    assert {name: end.error_code for (name, _), end in found.last.items()} == {"3 3": "invalid_schema"}
+    gates["5 3"].set()
+    assert len(settled(engine, found).tokens["5 3", 0]) == 3
+    gates["3 3"].set()
+
+
 def test_a_grammar_that_cannot_go_on_ends_its_request() -> None:
     """The others' tokens and its own computed blocks are sound."""
     backend = Backend()
