@@ -122,7 +122,10 @@ class Drafting:
         sequence.sampled_at = SampledAt(*place, num_right)
         if not sequence.drafts:
             return
-        _state(sequence, self._governor.chance).chance.observe(len(sequence.drafts), num_right)
+        num_checked, num_guessed = len(sequence.drafts), num_right
+        if num_right < num_checked and sampled[num_right] == sequence.drafts[num_right]:
+            num_checked = num_guessed = num_right + 1  # it ended the answer: right, but no computed token
+        _state(sequence, self._governor.chance).chance.observe(num_checked, num_guessed)
         self._guesses.note_checked(sequence, sampled)
         sequence.drafts = ()
         self._trim(sequence, sequence.num_computed)

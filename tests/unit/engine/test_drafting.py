@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.engine.toy import VOCAB, ToyExecutor, make_engine, make_request, numbers, reference, run
@@ -12,7 +14,7 @@ from workers.engine import drafting
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.step import StepPlan
-from workers.types import FinishReason
+from workers.types import FinishReason, RequestId
 
 ALL = (*METHODS, *MODEL_METHODS)
 CONFIGS = [SpeculativeConfig(method=method, max_draft_tokens=4) for method in ALL]
@@ -73,6 +75,27 @@ def test_an_end_id_inside_the_guesses_ends_the_answer_there() -> None:
     transcript = run(engine)
     assert transcript.tokens["a", 0] == reference(request, eos=(0,))
     assert transcript.last["a", 0].stop_token_id == 0
+
+
+def test_a_right_guess_that_ends_its_answer_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is thought of guesses does not fall with the end of every answer."""
+    request = make_request("a", numbers(9), 40, temperature=1.0)
+    tokens = reference(request)
+    eos = (next(token for place, token in enumerate(tokens) if place > 6 and tokens.index(token) == place),)
+    answer = reference(request, eos=eos)
+
+    class Prophet(PromptLookup):
+        def propose(self, max_tokens: int) -> tuple[int, ...]:
+            return tuple(answer[self.num_tokens - 9 :][:max_tokens])
+
+    monkeypatch.setattr(drafting, "drafter_of", lambda method: Prophet())
+    engine, _ = make_engine(eos=eos, speculative=LOOKUP, clock=lambda: 0.0)  # rows cost nothing
+    for number in range(20):
+        engine.add(replace(request, request_id=RequestId(f"r{number}")))
+        assert run(engine).last[f"r{number}", 0].stop_token_id == eos[0]
+    assert engine.stats().accepted_tokens_total > 40
+    assert engine._drafting is not None
+    assert engine._drafting._governor.chance.value > 0.95
 
 
 def test_blocks_of_wrong_guesses_are_given_back_at_once() -> None:
