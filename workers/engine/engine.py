@@ -186,7 +186,7 @@ class Engine:
         """
         started = self._pool.now_s = self._clock()
         chunks: list[TokenChunk] = []
-        for sequence, refused in self._grammars.collect() if self._grammars.num_waiting else ():
+        for sequence, refused in self._grammars.collect():
             self._fail(sequence.parent.request.request_id, refused.code, refused.sentence, chunks)
         scheduled = self._scheduler.schedule()
         if scheduled is None:

@@ -136,7 +136,7 @@ class Grammars:
     def collect(self) -> list[tuple[EngineSequence, GrammarRefused]]:
         """Gives sequences the states that are ready; returns one of each request that cannot have any."""
         self.has_news = False
-        self._keep_compiled()
+        uncertain = self._keep_compiled()
         refused: list[tuple[EngineSequence, GrammarRefused]] = []
         left: list[_Waiting] = []
         for waiting in self._waiting:
@@ -154,6 +154,8 @@ class Grammars:
             except GrammarRefused as error:
                 refused.append((waiting.sequences[0], error))
         self._waiting = left
+        for grammar in uncertain:
+            del self._kept[grammar]
         while len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)
         return refused
@@ -191,7 +193,9 @@ class Grammars:
         self.has_news = True
         self.on_news()
 
-    def _keep_compiled(self) -> None:
+    def _keep_compiled(self) -> list[Grammar]:
+        """Returns those that may be good another time: not to be remembered."""
+        uncertain = []
         for grammar, future in list(self._compiling.items()):
             if not future.done():
                 continue
@@ -201,8 +205,11 @@ class Grammars:
                 continue
             error = future.exception()
             if error is not None and not isinstance(error, GrammarRefused):
-                error = GrammarRefused(f"The grammar could not be compiled ({type(error).__name__}).")
+                error = GrammarRefused(f"it could not be compiled ({type(error).__name__})")
             self._kept[grammar] = future.result() if error is None else error
+            if error is not None and error.code == TOO_BUSY:
+                uncertain.append(grammar)
+        return uncertain
 
     def _check_overdue(self, waiting: _Waiting) -> None:
         """Raises GrammarRefused when a request has waited for too long."""

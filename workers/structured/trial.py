@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from workers.engine.grammars import GrammarRefused
+from workers.types import TOO_BUSY
 
 _PROGRAM = Path(__file__).with_name("trial_process.py")
 _MAX_CPU_S = 2  # of the process; the system counts whole seconds, so up to one more
@@ -42,11 +43,14 @@ class Trials:
 
     def problem_with(self, source: str) -> str:
         """What is wrong with a grammar in llguidance's language; empty when it is good. Blocks. Raises
-        GrammarRefused for one that takes too much, OSError when there can be no process."""
+        GrammarRefused for one that takes too much, and when it cannot be told now."""
         try:
-            process = self._idle.pop()
-        except IndexError:
-            process = _Process(self._max_lexer_states)
+            process = self._take()
+        except OSError as error:
+            raise GrammarRefused(
+                f"No process could be started to compile this request's grammar ({error}). Try again later.",
+                code=TOO_BUSY,
+            ) from None
         try:
             problem = process.problem_with(source)
         except BaseException:
@@ -54,6 +58,17 @@ class Trials:
             raise
         self._idle.append(process)
         return problem
+
+    def _take(self) -> _Process:
+        """One that waits; those that have ended meanwhile say nothing of any grammar. Raises OSError."""
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                return _Process(self._max_lexer_states)
+            if process.is_alive:
+                return process
+            process.end()
 
 
 class _Process:
@@ -74,6 +89,10 @@ class _Process:
             self.end()
             raise OSError(f"{_PROGRAM} ended at once (code {self._process.returncode})") from None
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def problem_with(self, source: str) -> str:
         """See Trials. Raises GrammarRefused; then the process has ended, or must be."""
         try:
@@ -81,8 +100,13 @@ class _Process:
         except (EOFError, BrokenPipeError):
             pass
         self.end()
-        if self._process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        if self._process.returncode == -signal.SIGXCPU:
             raise GrammarRefused(f"it takes more than {_MAX_CPU_S} s to compile: make it smaller")
+        if self._process.returncode == -signal.SIGKILL:  # by the timer below, or by the system
+            raise GrammarRefused(
+                "This request's grammar could not be compiled: the machine is too busy. Try again later.",
+                code=TOO_BUSY,
+            )
         raise GrammarRefused(f"it takes more than {_MAX_MEMORY_BYTES >> 20} MB to compile: make it smaller")
 
     def end(self) -> None:

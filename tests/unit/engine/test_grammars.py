@@ -92,12 +92,15 @@ class Backend:
         self.gate = threading.Event()
         self.gate.set()
         self.compiled: list[str] = []
+        self.is_busy = False
         self.fails_after: int | None = None
         self.cost_s: dict[str, float] = {}  # of masks
 
     def compile(self, grammar: Grammar) -> Rising:
         assert self.gate.wait(20)
         self.compiled.append(grammar.text)
+        if self.is_busy:
+            raise GrammarRefused("Later.", code="queue_full")
         if grammar.text == "bad":
             raise GrammarRefused("it is bad")
         if grammar.text == "broken":
@@ -190,6 +193,19 @@ def test_a_compiled_grammar_is_kept() -> None:
     assert backend.compiled == ["2 3"]
 
 
+def test_what_could_not_be_compiled_just_now_is_tried_again() -> None:
+    backend = Backend()
+    backend.is_busy = True
+    engine = engine_of(backend)
+    for name in ("a", "b"):
+        engine.add(with_grammar(make_request(name, numbers(5), 3), "2 3"))
+        found = settled(engine)
+        assert (found.last[name, 0].error_code, found.last[name, 0].error) == ("queue_full", "Later.")
+    backend.is_busy = False
+    engine.add(with_grammar(make_request("c", numbers(5), 3), "2 3"))
+    assert len(settled(engine).tokens["c", 0]) == 3
+
+
 def test_refusals() -> None:
     backend = Backend()
     engine = engine_of(backend)
@@ -256,6 +272,21 @@ def test_an_abort_of_the_last_one_that_waits_leaves_no_timer() -> None:
     engine.abort(RequestId("a"))
     assert not engine.has_timers()
     backend.gate.set()
+
+
+def test_news_of_a_grammar_that_nobody_waits_for_do_not_keep_the_loop_awake() -> None:
+    backend = Backend()
+    backend.gate.clear()
+    engine = engine_of(backend)
+    engine.add(with_grammar(make_request("a", numbers(5), 3), "2 3"))
+    engine.abort(RequestId("a"))
+    backend.gate.set()
+    deadline = time.monotonic() + 20
+    while not engine._grammars.has_news:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    engine.step()
+    assert not engine._grammars.has_news
 
 
 class Panics(BaseException):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.models.toy_tokenizers import byte_tokenizer
 from workers.engine.grammars import GrammarRefused
 from workers.structured.backend import LlguidanceBackend
+from workers.structured.source import source_of
 from workers.structured.trial import Trials
 from workers.types import Grammar, GrammarKind
 
@@ -42,7 +45,20 @@ def test_a_process_that_has_ended_is_not_used_again() -> None:
     assert trials.problem_with(good) == ""
     (process,) = trials._idle
     assert trials.problem_with("start: x").startswith("at 1(8)")
-    process.end()
-    with pytest.raises(ValueError, match="closed file"):
-        trials.problem_with(good)
-    assert trials.problem_with(good) == ""
+    os.kill(process._process.pid, signal.SIGKILL)
+    process._process.wait(10)
+    assert trials.problem_with(good) == ""  # and that grammar is not to blame for it
+    assert trials._idle != [process]
+
+
+def test_a_machine_that_is_too_busy_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = Trials(100)
+    trials.start()
+    monkeypatch.setattr("workers.structured.trial._MAX_WAIT_S", 0.2)
+    with pytest.raises(GrammarRefused, match="too busy") as refused:
+        trials.problem_with(source_of(all_of(26)))
+    assert refused.value.code == "queue_full"
+    monkeypatch.setattr("workers.structured.trial.sys.executable", "/nothing/there")
+    with pytest.raises(GrammarRefused, match="No process could be started") as refused:
+        trials.problem_with("start: x")
+    assert refused.value.code == "queue_full"
