@@ -28,7 +28,8 @@ from workers.progress import Progress
 from workers.training.acceptance import right_from_agreement, walk
 from workers.training.command import add_plan_options, run_training
 from workers.training.fit import FitOptions, fit
-from workers.training.material import Lessons, Material, cross_entropy, lessons_of
+from workers.training.loss import distance
+from workers.training.material import Lessons, Material, lessons_of
 from workers.training.prompts import Part
 from workers.training.states import padded
 from workers.training.writing import Text
@@ -103,8 +104,7 @@ def train(
         chosen = [numbers[index] for index in batch]
         rows = torch.cat([torch.arange(*material.starts[number : number + 2]) for number in chosen])
         hidden = draft([material.texts[number] for number in chosen])
-        logits = hidden.to(material.head.dtype) @ material.head.T
-        return cross_entropy(logits, lessons.places[rows], lessons.shares[rows]).mean()
+        return distance(hidden, material.head, lessons.places[rows], lessons.shares[rows])
 
     return fit(draft.layers.parameters(), loss_of, len(numbers), options, progress)
 

@@ -141,13 +141,6 @@ def lessons_of(material: Material) -> Lessons:
     return Lessons(places=torch.cat(places), shares=torch.cat(shares))
 
 
-def cross_entropy(logits: torch.Tensor, places: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """(rows,): of the distributions `shares` over `places` and softmax(logits); their gradient is that of the
-    Kullback-Leibler divergence."""
-    wide = logits.float()
-    return wide.logsumexp(dim=1) - (wide.gather(1, places) * shares).sum(dim=1)
-
-
 def weights_sha256(checkpoint: Checkpoint) -> str:
     """Hex sha256 of all bytes of the weight files, one behind the other by name: of the usual single file its
     own."""

@@ -30,7 +30,8 @@ from workers.progress import Progress
 from workers.training.acceptance import walk
 from workers.training.command import add_plan_options, run_training
 from workers.training.fit import FitOptions, fit
-from workers.training.material import Lessons, Material, cross_entropy, lessons_of
+from workers.training.loss import distance
+from workers.training.material import Lessons, Material, lessons_of
 from workers.training.prompts import Part
 
 _MAX_RANK = 4  # of the likely tokens of a head that are looked at, for trees of guesses
@@ -73,8 +74,7 @@ def train(
         is_there = wanted < ends[chosen][:, None]
         features = heads(material.states[chosen].float())[is_there]
         learnt = wanted[is_there]
-        logits = features.to(material.head.dtype) @ material.head.T
-        return cross_entropy(logits, lessons.places[learnt], lessons.shares[learnt]).mean()
+        return distance(features, material.head, lessons.places[learnt], lessons.shares[learnt])
 
     fit(heads.parameters(), loss_of, len(rows), options, progress)
     return heads

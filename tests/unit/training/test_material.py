@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from tests.unit.training.material_maker import make_material
-from workers.training.material import cross_entropy, frequent_tokens, lessons_of
+from workers.training.material import frequent_tokens, lessons_of
 from workers.training.prompts import Part
 from workers.training.writing import Text
 
@@ -36,11 +36,3 @@ def test_lessons_are_the_likely_tokens_of_the_target() -> None:
     lessons = lessons_of(material)
     assert torch.equal(lessons.places[:, 0], material.answers)
     assert torch.allclose(lessons.shares.sum(dim=1), torch.ones(len(material.answers)))
-
-
-def test_cross_entropy_is_that_of_the_whole_distribution() -> None:
-    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    target = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).softmax(dim=1)
-    expected = -(target * logits.log_softmax(dim=1)).sum(dim=1)
-    found = cross_entropy(logits, torch.arange(8).expand(5, 8), target)
-    assert torch.allclose(found, expected, atol=1e-6)

@@ -15,7 +15,7 @@ from workers.training.material import lessons_of
 from workers.training.medusa import MedusaHeads, save, score, train
 from workers.training.prompts import Part
 
-OPTIONS = FitOptions(epochs=30, learning_rate=0.02, batch=32, seed=0)
+OPTIONS = FitOptions(epochs=15, learning_rate=0.03, batch=32, seed=0)
 
 
 @pytest.fixture(scope="module")
