@@ -22,7 +22,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the target")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     parser.add_argument("--work", type=Path, help="folder that keeps text and states; default: OUT-work")
-    parser.add_argument("--prompts", type=int, default=1400, help="made from templates; a tenth is held out")
+    parser.add_argument("--prompts", type=int, default=520, help="made from templates; a tenth is held out")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer")
     parser.add_argument("--vocabulary", type=int, default=8192, help="tokens that guesses are made of")
     parser.add_argument("--seed", type=int, default=0)

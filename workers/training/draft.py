@@ -36,6 +36,7 @@ from workers.training.writing import Text
 
 _MAX_GUESSES = 4  # that the score is told for
 _EVALUATED = 16  # texts at a time
+_NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 class Draft(torch.nn.Module):
@@ -44,7 +45,7 @@ class Draft(torch.nn.Module):
     def __init__(self, config: LlamaConfig, embedding: torch.Tensor) -> None:
         super().__init__()
         # The bare model brings an embedding of its own: one row, which nobody looks at.
-        small = LlamaConfig.from_dict({**config.to_dict(), "vocab_size": 1, "pad_token_id": None})
+        small = LlamaConfig.from_dict({**config.to_dict(), "vocab_size": 1, **_NO_SPECIAL_TOKENS})
         self.layers = LlamaModel(small)
         self.config = config
         self._embedding = embedding

@@ -132,8 +132,8 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 1 with a sentence on stderr. Raises SystemExit(2) for bad options."""
     parser = argparse.ArgumentParser(prog="python -m workers.training.medusa")
     add_plan_options(parser)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args(arguments)
     fit_options = FitOptions(
