@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from tests.models import checkpoints
 from tests.models.toy_tokenizers import ascii_tokenizer
 from workers.model.checkpoint import Checkpoint
+from workers.model.medusa_folder import MedusaFolder
 from workers.progress import Progress
 from workers.training import draft, medusa
 from workers.training.fit import FitOptions
@@ -119,10 +120,11 @@ def test_commands(
 ) -> None:
     common = ("--model", str(target), "--work", str(work), *OPTIONS)
     assert medusa.main([*common, "--out", str(tmp_path / "medusa"), "--heads", "3"]) == 0
-    assert len(load_file(tmp_path / "medusa/heads.safetensors")) == 7
+    assert MedusaFolder(tmp_path / "medusa", Checkpoint(target)).num_heads == 3
     assert draft.main([*common, "--out", str(tmp_path / "draft"), "--layers", "0", "1", "--width", "32"]) == 0
-    names = load_file(tmp_path / "draft/model.safetensors")
-    assert names["model.layers.1.mlp.down_proj.weight"].shape == (HIDDEN, 32)
+    made = Checkpoint(tmp_path / "draft", lender=Checkpoint(target))
+    assert made.has_draft_token_ids
+    assert made.tensors["model.layers.1.mlp.down_proj.weight"].entry.shape == (HIDDEN, 32)
     printed = capsys.readouterr().out
     assert len(re.findall(r"^(held_out|questions): ", printed, re.MULTILINE)) == 4
     assert len(re.findall(r"^  [123] heads: \d\.\d{3} tokens a step", printed, re.MULTILINE)) == 6
