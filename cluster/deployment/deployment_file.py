@@ -54,7 +54,9 @@ def read_file(file: str | FilePath) -> YamlTree:
         with FilePath(file).open("rb") as stream:
             tree = read_yaml(stream.read(MAX_BYTES + 1))  # one too many is refused
     except OSError as error:
-        return YamlTree(problems=[Problem(path="", message=f"cannot be read: {error.strerror}")])
+        is_folder = isinstance(error, IsADirectoryError)
+        hint = f"a model's folder is given by `--set model.path={file}`" if is_folder else ""
+        return YamlTree(problems=[Problem(path="", message=f"cannot be read: {error.strerror}", hint=hint)])
     if tree.value is None and not tree.problems:
         tree.problems.append(Problem(path="", message="the file is empty"))
     return tree

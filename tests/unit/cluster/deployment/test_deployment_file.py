@@ -202,6 +202,11 @@ def test_an_alias_bomb_is_refused_quickly(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     assert check_file(tmp_path / "none.yaml")[1][0].message == "cannot be read: No such file or directory"
+    folder = check_file(tmp_path)[1][0]
+    assert (folder.message, folder.hint) == (
+        "cannot be read: Is a directory",
+        f"a model's folder is given by `--set model.path={tmp_path}`",
+    )
     assert check_file(Path("/dev/zero"))[1][0].message == "file too large"
     assert check(tmp_path, "null")[0].message == "the file is empty"
     assert check(tmp_path, "")[0].message == "the file is empty"
