@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     add_plan_options(parser)
     parser.add_argument("--layers", type=int, nargs="+", default=[0], help="of the target, to begin with")
     parser.add_argument("--width", type=int, default=1536, help="feed-forward units of a layer")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args(arguments)
     fit_options = FitOptions(

@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args(arguments)
     fit_options = FitOptions(
-        epochs=options.epochs, learning_rate=options.learning_rate, batch=128, seed=options.seed
+        epochs=options.epochs, learning_rate=options.learning_rate, batch=512, seed=options.seed
     )
 
     def work(material: Material, progress: Progress) -> None:
