@@ -70,7 +70,7 @@ class Bench:
         """
         for number, work in enumerate(self._works):
             for name, subject in list(self._subjects.items()):
-                self.meter.sample()  # the machine has moods: the more samples, the surer the best is among them
+                self.meter.sample()  # of many samples the best is near the ceiling
                 try:
                     first, last = self._measure(work, subject)
                 except SubjectFailed as error:
