@@ -99,7 +99,7 @@ class _QuickModel:
         self.max_tokens = model.max_tokens
 
     def propose(self, tasks: Sequence[DraftTask]) -> Proposals:
-        return Proposals(self._model.propose(tasks).drafts)
+        return self._model.propose(tasks)._replace(passes=())
 
 
 class _QuickHeads:
@@ -108,7 +108,7 @@ class _QuickHeads:
         self.num_heads = heads.num_heads
 
     def propose(self, step_number: int, tasks: Sequence[HeadTask]) -> Proposals:
-        return Proposals(self._heads.propose(step_number, tasks).drafts)
+        return self._heads.propose(step_number, tasks)._replace(passes=())
 
 
 @dataclass

@@ -25,14 +25,15 @@ FamilyFolder = Callable[[str], Path]
 SEEDED = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=7, num_logprobs=2)
 
 
-def guessing(folder: Path) -> SpeculativeConfig:
-    return SpeculativeConfig(method="medusa", model=str(folder), max_draft_tokens=5)
+def guessing(folder: Path, most: int = 5) -> SpeculativeConfig:
+    return SpeculativeConfig(method="medusa", model=str(folder), max_draft_tokens=most)
 
 
-def clients(group: LocalGroup, heads: Path, **options: int) -> tuple[Client, Client]:
+def clients(group: LocalGroup, heads: Path, *, most: int = 5, **options: int) -> tuple[Client, Client]:
     """Without guesses, and with them."""
     facts, executor = group.facts, group.executor
-    guessed = Client(facts, InNoTime(executor), speculative=guessing(heads), clock=lambda: 0.0, **options)
+    config = guessing(heads, most)
+    guessed = Client(facts, InNoTime(executor), speculative=config, clock=lambda: 0.0, **options)
     return Client(facts, executor, **options), guessed
 
 
@@ -83,7 +84,7 @@ def test_heads_that_know_are_always_right(tmp_path: Path, dtype: str, tensor_par
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     heads = knowing_heads(tmp_path / "heads", perm, embedding, 3)
     with start_group(folder, tensor_parallel, dtype=dtype, speculative=guessing(heads)) as group:
-        plain, guessed = clients(group, heads)
+        plain, guessed = clients(group, heads, most=3)  # one a head
         prompts = [[7], [11, 12, 40], list(range(20))]
         answers = guessed.generate(prompts)
         assert told(answers) == told(plain.generate(prompts))

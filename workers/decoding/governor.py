@@ -18,7 +18,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heapreplace
+from itertools import accumulate, repeat
 from math import log
+from operator import mul
 
 _GROWTH = 1.25  # of rows from one measured number to the next
 _TRIED = 1.5  # times the most rows measured may be tried without a measurement
@@ -29,6 +31,7 @@ _PROBE_EVERY = 32  # steps without guesses
 _FADE = 0.9  # of what is known of a sequence's guesses, per check
 _PRIOR_CHECKS = 2.0  # that the chance of all sequences weighs in the one of a sequence
 _FIRST_CHANCE = 0.5
+_TREE_FADE = 0.98  # of what is known of the guesses of trees, per tree of any sequence
 
 
 class Chance:
@@ -127,12 +130,42 @@ class _Passes:
         self.seconds += self._by_rows[rows + 1] - self._by_rows[rows]
 
 
+class TreeChances:
+    """How likely each guess of a tree is to be right, by its number in the tree, likeliest first."""
+
+    def __init__(self) -> None:
+        self._right: list[float] = []
+        self._seen: list[float] = []
+
+    def observe(self, num_guesses: int, right: Iterable[int]) -> None:
+        """A tree of so many guesses was checked, and these came true."""
+        missing = num_guesses - len(self._seen)
+        self._seen += [0.0] * missing
+        self._right += [0.0] * missing
+        for number in range(num_guesses):
+            self._seen[number] = self._seen[number] * _TREE_FADE + 1.0
+            self._right[number] *= _TREE_FADE
+        for number in right:
+            self._right[number] += 1.0
+
+    def values(self, num_guesses: int) -> list[float]:
+        """From 0 to 1. What was never tried is somewhat less likely than the one before it."""
+        found: list[float] = []
+        for number in range(num_guesses):
+            first = (found[-1] if found else 1.0) * _FIRST_CHANCE
+            right, seen = (
+                (self._right[number], self._seen[number]) if number < len(self._seen) else (0.0, 0.0)
+            )
+            found.append((right + _PRIOR_CHECKS * first) / (seen + _PRIOR_CHECKS))
+        return found
+
+
 class Governor:
     """Of one engine: measures its steps and says how long drafts may be."""
 
-    def __init__(self, *, is_one_pass: bool = False) -> None:
-        """is_one_pass: all guesses are made in one pass; else each guess of a sequence in one of its own."""
-        self._is_one_pass = is_one_pass
+    def __init__(self, *, has_trees: bool = False) -> None:
+        """has_trees: guesses of a sequence are a tree, made in one pass; else a chain, made one by one."""
+        self._tree = TreeChances() if has_trees else None
         self.chance = Chance()  # of all sequences
         self._times = StepTimes()
         self._pass_times = StepTimes()
@@ -153,6 +186,15 @@ class Governor:
         self._since_probe += 1
         return False
 
+    def observe_tree(self, parents: Sequence[int], last: int) -> None:
+        """Of a tree of guesses those up to the one of number `last` came true; -1: none."""
+        assert self._tree is not None, "guesses are chains"
+        right = []
+        while last >= 0:
+            right.append(last)
+            last = parents[last]
+        self._tree.observe(len(parents), right)
+
     def observe_pass(self, num_rows: int, seconds: float) -> None:
         """A pass that made a guess for each of some sequences."""
         self._pass_times.observe(num_rows, seconds)
@@ -163,8 +205,9 @@ class Governor:
         lengths = [0] * len(chances)
         if self._times.is_empty:
             return lengths
-        order = _by_worth(chances, limits, max_rows - len(chances))
-        for index in order[: self._num_worth(chances, order)]:
+        worths = self._worths(chances, limits)
+        order = _by_worth(worths, max_rows - len(chances))
+        for index in order[: self._num_worth(worths, order)]:
             lengths[index] += 1
         if any(lengths):
             self._since_probe = 0
@@ -190,16 +233,25 @@ class Governor:
             for more in self._times.bends(rows, rows + room)
         )
 
-    def _num_worth(self, chances: Sequence[float], order: Sequence[int]) -> int:
+    def _worths(self, chances: Sequence[float], limits: Sequence[int]) -> list[list[float]]:
+        """Of each guess of each sequence, how likely it is to be right, with all that it follows."""
+        if self._tree is not None:
+            values = self._tree.values(max(limits, default=0))
+            return [values[:limit] for limit in limits]
+        return [
+            list(accumulate(repeat(chance, limit), mul))
+            for chance, limit in zip(chances, limits, strict=True)
+        ]
+
+    def _num_worth(self, worths: Sequence[Sequence[float]], order: Sequence[int]) -> int:
         """How many of the guesses in `order` (the sequence of each) make the most tokens a second."""
-        tokens, rows, best = float(len(chances)), len(chances), 0
+        tokens, rows, best = float(len(worths)), len(worths), 0
         best_rate = _MARGIN * tokens / self._times.of(rows)
-        worth, lengths = list(chances), [0] * len(chances)
-        passes = _Passes(self._pass_times, len(chances))
+        lengths = [0] * len(worths)
+        passes = _Passes(self._pass_times, len(worths))
         for count, index in enumerate(order, 1):
-            tokens += worth[index]
-            worth[index] *= chances[index]
-            if not (self._is_one_pass and lengths[index]):
+            tokens += worths[index][lengths[index]]
+            if self._tree is None or lengths[index] == 0:
                 passes.add(lengths[index])
             lengths[index] += 1
             rate = tokens / (self._times.of(rows + count) + passes.seconds)
@@ -208,18 +260,18 @@ class Governor:
         return best
 
 
-def _by_worth(chances: Sequence[float], limits: Sequence[int], most: int) -> list[int]:
-    """The sequence of each guess, those first that are most likely right together with all before them."""
-    heap = [(-chance, index) for index, chance in enumerate(chances) if limits[index] > 0]
+def _by_worth(worths: Sequence[Sequence[float]], most: int) -> list[int]:
+    """The sequence of each guess, those first that are most likely right, with all that they follow."""
+    heap = [(-own[0], index) for index, own in enumerate(worths) if own]
     heapify(heap)
-    left = list(limits)
+    taken = [0] * len(worths)
     order: list[int] = []
     while heap and len(order) < most:
-        worth, index = heap[0]
+        index = heap[0][1]
         order.append(index)
-        left[index] -= 1
-        if left[index]:
-            heapreplace(heap, (worth * chances[index], index))
+        taken[index] += 1
+        if taken[index] < len(worths[index]):
+            heapreplace(heap, (-worths[index][taken[index]], index))
         else:
             heappop(heap)
     return order

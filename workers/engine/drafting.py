@@ -15,6 +15,7 @@ from typing import Protocol
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, Drafter, drafter_of
 from workers.decoding.governor import Chance, Governor
+from workers.decoding.guess_tree import depth_of
 from workers.engine.block_pool import BlockPool
 from workers.engine.head_guesses import HeadGuesses
 from workers.engine.model_guesses import ModelGuesses
@@ -106,28 +107,32 @@ class Drafting:
         lengths = self._governor.lengths(chances, limits, max_rows)
         lengths = [self._reserve(*pair) for pair in zip(decoding, lengths, strict=True)]
         proposals = self._guesses.guess(decoding, lengths)
-        for sequence, drafts in zip(decoding, proposals.drafts, strict=True):
+        for index, (sequence, drafts) in enumerate(zip(decoding, proposals.drafts, strict=True)):
             sequence.drafts = drafts
+            sequence.draft_parents = proposals.parents[index] if drafts and proposals.parents else None
             self._trim(sequence, sequence.num_computed + 1 + len(sequence.drafts))
         self._guessing_s = sum(each.seconds for each in proposals.passes)
         for num_rows, seconds in proposals.passes:
             self._governor.observe_pass(num_rows, seconds)
 
-    def end(
-        self, sequence: Sequence, place: tuple[int, int], sampled: Sequences[int], num_right: int
-    ) -> None:
+    def end(self, sequence: Sequence, place: SampledAt, sampled: Sequences[int], num_right: int) -> None:
         """`sampled`: what the model said after its newest token and each of its guesses, of which the first
-        `num_right` were right and are computed tokens now. Blocks that hold nothing but the others are given
-        back. `place`: number of the step, index of the slice."""
-        sequence.sampled_at = SampledAt(*place, num_right)
+        `num_right` were right and are computed tokens now; of a tree, on the way that came true. Blocks that
+        hold nothing but the others are given back. `place`: where the newest token was sampled."""
+        sequence.sampled_at = place
         if not sequence.drafts:
             return
-        num_checked, num_guessed = len(sequence.drafts), num_right
-        if num_right < num_checked and sampled[num_right] == sequence.drafts[num_right]:
-            num_checked = num_guessed = num_right + 1  # it ended the answer: right, but no computed token
-        _state(sequence, self._governor.chance).chance.observe(num_checked, num_guessed)
+        chance, parents = _state(sequence, self._governor.chance).chance, sequence.draft_parents
+        if parents is not None:
+            chance.observe(depth_of(parents), num_right)
+            self._governor.observe_tree(parents, place.row - 1)
+        else:
+            num_checked, num_guessed = len(sequence.drafts), num_right
+            if num_right < num_checked and sampled[num_right] == sequence.drafts[num_right]:
+                num_checked = num_guessed = num_right + 1  # it ended the answer: right, but no computed token
+            chance.observe(num_checked, num_guessed)
         self._guesses.note_checked(sequence, sampled)
-        sequence.drafts = ()
+        sequence.drafts, sequence.draft_parents = (), None
         self._trim(sequence, sequence.num_computed)
 
     def note_step(self, num_rows: int, seconds: float) -> None:
@@ -166,7 +171,7 @@ def drafting_of(
     elif config.method == MEDUSA:
         if executor.draft_heads is None:
             raise ValueError("speculative.method is medusa, but this group has loaded no heads")
-        governor = Governor(is_one_pass=True)
+        governor = Governor(has_trees=True)
         guesses = HeadGuesses(executor.draft_heads)
     else:
         drafter_of(config.method)  # raises for one that there is not

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, groupby, zip_longest
+from itertools import chain, groupby
 from operator import itemgetter
 
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
@@ -22,7 +22,7 @@ from workers.engine.answers import choices_of, take_search, token_chunk
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.exchange import ExchangeCommand, ExchangeSetup, KVExchange, Redirect
-from workers.engine.execution import Failure, Outcome, Outcomes, failure_of, run_plan
+from workers.engine.execution import Failure, Outcome, Outcomes, failure_of, num_right_drafts, run_plan
 from workers.engine.grammars import GrammarBackend, Grammars
 from workers.engine.leases import LeaseId
 from workers.engine.meter import MeteredModel, StepMeter
@@ -39,7 +39,7 @@ from workers.engine.request import (
 )
 from workers.engine.scheduler import Scheduler
 from workers.engine.search import make_search
-from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.sequence import SampledAt, Sequence, SequenceState
 from workers.engine.step import Executor, Sampled, SliceResult, StepPlan
 from workers.engine.totals import EngineTotals, group_report, group_stats
 from workers.report import GroupReport
@@ -346,19 +346,20 @@ class Engine:
         sampled: list[Sampled] = []
         reason: FinishReason | None = FinishReason.LENGTH  # of a request for no tokens at all
         stop_token_id: int | None = None
-        for draft, found in zip_longest(piece.drafts, result.sampled):
+        num_right = num_right_drafts(piece, result)
+        for place, found in enumerate(result.sampled):
             sampled.append(found)
             sequence.append(found.token_id)
             reason, stop_token_id = sequence.end_reason()
-            if reason is not None or found.token_id != draft:
+            if reason is not None or place == num_right:
                 break
             self._scheduler.advance(sequence, 1)  # the draft's keys and values are the token's
         self._totals.num_generated += len(sampled)
         if self._drafting is not None and sampled:
-            said = [found.token_id for found in result.sampled]
-            self._drafting.end(sequence, (plan.number, index), said, num_right=len(sampled) - 1)
+            said, last = [found.token_id for found in result.sampled], len(sampled) - 1
+            self._drafting.end(sequence, SampledAt(plan.number, index, result.row_of(last)), said, last)
             self._totals.num_drafted += piece.num_drafts
-            self._totals.num_accepted += len(sampled) - 1
+            self._totals.num_accepted += last
         if reason is not None:
             was_cut = reason is FinishReason.LENGTH
             self._scheduler.estimate.observe(len(sequence.output), was_cut=was_cut)

@@ -74,6 +74,8 @@ def _problem_with(piece: SequenceSlice, result: SliceResult, vocab_size: int) ->
     if len(result.prompt_logprobs) != len(piece.prompt_targets or ()):
         return f"{len(result.prompt_logprobs)} prompt scores for {len(piece.prompt_targets or ())} targets"
     expected = 0 if piece.sample is None else 1 + piece.num_drafts
+    if piece.draft_parents is not None and 1 <= len(result.sampled) == len(result.rows) <= expected:
+        expected = len(result.sampled)
     if len(result.sampled) != expected:
         if piece.sample is not None and piece.sample.num_candidates:
             return _problem_with_candidates(result.candidates, vocab_size)
@@ -107,3 +109,11 @@ def _run(executor: Executor, plan: StepPlan) -> Sequence[SliceResult]:
     if len(results) != len(plan.slices):
         raise GroupFailed(f"step {plan.number}: {len(results)} results for {len(plan.slices)} slices")
     return results
+
+
+def num_right_drafts(piece: SequenceSlice, result: SliceResult) -> int:
+    """How many drafts in a row came true, of a good result."""
+    if piece.draft_parents is not None:
+        return len(result.sampled) - 1
+    pairs = zip(piece.drafts, result.sampled, strict=False)
+    return next((i for i, (draft, found) in enumerate(pairs) if found.token_id != draft), piece.num_drafts)

@@ -15,15 +15,17 @@ class HeadGuesses:
         self._heads = heads
 
     def limits(self, sequences: Sequences[Sequence], most: Sequences[int]) -> list[int]:
-        """One a head."""
+        """One a head with a grammar, which follows one way; else as many as are wanted, in a tree."""
         num_heads = self._heads.num_heads
         return [
-            min(m, num_heads) if s.sampled_at is not None else 0 for s, m in zip(sequences, most, strict=True)
+            0 if s.sampled_at is None else m if s.grammar is None else min(m, num_heads)
+            for s, m in zip(sequences, most, strict=True)
         ]
 
     def guess(self, sequences: Sequences[Sequence], lengths: Sequences[int]) -> Proposals:
         """None for one that was not in the last step."""
         drafts: list[tuple[int, ...]] = [()] * len(sequences)
+        parents: list[tuple[int, ...] | None] = [None] * len(sequences)
         newest = max((s.sampled_at.step for s in sequences if s.sampled_at is not None), default=0)
         asked: list[int] = []
         tasks: list[HeadTask] = []
@@ -31,13 +33,15 @@ class HeadGuesses:
             place = sequence.sampled_at
             if length > 0 and place is not None and place.step == newest:
                 asked.append(index)
-                tasks.append(HeadTask(place.slice, place.row, length))
+                tasks.append(HeadTask(place.slice, place.row, length, sequence.grammar is not None))
         if not tasks:
             return Proposals(drafts)
         proposals = self._heads.propose(newest, tasks)
         for index, found in zip(asked, proposals.drafts, strict=True):
             drafts[index] = sequences[index].allowed(found)
-        return Proposals(drafts, proposals.passes)
+        for index, follows in zip(asked, proposals.parents, strict=False):
+            parents[index] = follows
+        return Proposals(drafts, proposals.passes, parents)
 
     def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
         """Nothing is learnt from it."""

@@ -28,6 +28,7 @@ class HeadTask(NamedTuple):
     slice: int  # of the step's plan
     row: int  # of those after which the slice sampled
     num_drafts: int
+    is_chain: bool = False  # one guess a place
 
 
 class Pass(NamedTuple):
@@ -42,6 +43,7 @@ class Proposals(NamedTuple):
 
     drafts: Sequence[tuple[int, ...]]  # one a task, maybe fewer than wanted
     passes: Sequence[Pass] = ()
+    parents: Sequence[tuple[int, ...] | None] = ()  # of trees, as in `SequenceSlice`; (): there is none
 
 
 class DraftModel(Protocol):
@@ -63,9 +65,10 @@ class DraftHeads(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """The most tokens that they can guess."""
+        """How many next tokens they guess, each for one place."""
         ...
 
     def propose(self, step_number: int, tasks: Sequence[HeadTask]) -> Proposals:
-        """The best token of each head. No guesses unless `step_number` is that of the last step."""
+        """A tree of the best tokens of the heads for each task, or a chain of the best token of each head. No
+        guesses unless `step_number` is that of the last step."""
         ...

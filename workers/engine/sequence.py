@@ -55,6 +55,7 @@ class Sequence:
         "backlog",
         "block_table",
         "choice",
+        "draft_parents",
         "draft_progress",
         "drafting",
         "drafts",
@@ -98,6 +99,7 @@ class Sequence:
         self.waits_for: BlockHash | None = None  # a block that another sequence is computing
         self.num_cached: int | None = None  # prompt tokens found cached at the first admission
         self.drafts: tuple[int, ...] = ()  # guesses after the tokens, in the step being computed
+        self.draft_parents: tuple[int, ...] | None = None  # of a tree of guesses, see SequenceSlice
         self.drafting: DraftState | None = None  # once a guess has been looked for
         self.draft_progress: DraftProgress | None = None  # once a draft model has read of its blocks
         self.sampled_at: SampledAt | None = None  # while guesses come from there
@@ -179,6 +181,7 @@ class Sequence:
             block_table=self.block_table,
             sample=self.task,
             num_drafts=len(self.drafts),
+            draft_parents=self.draft_parents,
         )
 
     def chunk_slice(self, end: int) -> SequenceSlice:

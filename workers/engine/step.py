@@ -75,6 +75,9 @@ class SequenceSlice:
     # The last ones of token_ids are guesses of what will be sampled: a token is sampled before each of them
     # and after the last. The keys and values of wrong ones are written and never read.
     num_drafts: int = 0
+    # A tree of guesses: which of them each one follows, always one before it; -1: the token before all. None:
+    # each follows the one before it.
+    draft_parents: Sequence[int] | None = None
     # Score prompt tokens: for row i of the slice, log-probabilities of `prompt_targets[i]` (the token at
     # position start + i + 1) with the `num_prompt_logprobs` best; None: not asked for.
     prompt_targets: Sequence[int] | None = None
@@ -91,8 +94,11 @@ class SequenceSlice:
             return ()
         if not self.num_drafts:
             return (self.sample,)
-        drafts = tuple(self.drafts)
-        return tuple(replace(self.sample, drafts=drafts[:count]) for count in range(len(drafts) + 1))
+        paths: list[tuple[int, ...]] = [()]
+        for index, draft in enumerate(self.drafts):
+            before = index if self.draft_parents is None else self.draft_parents[index] + 1
+            paths.append((*paths[before], draft))
+        return tuple(replace(self.sample, drafts=path) for path in paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +138,17 @@ class Sampled:
 class SliceResult:
     """What a step found for one slice, in the order of the plan."""
 
-    sampled: Sequence[Sampled] = ()  # when the slice samples: one, and one more for each draft
+    # When the slice samples: one, and one more for each draft; of a tree those on the way that came true.
+    sampled: Sequence[Sampled] = ()
+    rows: Sequence[int] = ()  # of a tree: after which draft each of those was sampled, from 1; 0: before all
     candidates: Sequence[Candidate] = ()  # when a search's slice samples: those asked for, best first
     prompt_logprobs: Sequence[TokenLogprob] = ()  # one per entry of prompt_targets
     error: str | None = None  # the sequence cannot go on: non-finite logits, or what error_code says
     error_code: str = "numerical_error"
+
+    def row_of(self, number: int) -> int:
+        """Of the sampled token of this number: the draft after which it was sampled, as in `rows`."""
+        return self.rows[number] if self.rows else number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,8 @@ def check_batch(batch: StepBatch, tokens: int) -> None:
     assert batch.block_tables.shape[0] == sequences, (batch.block_tables.shape, sequences)
     for tensor in (batch.query_starts, batch.context_lens, batch.block_tables):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous(), (tensor.dtype, tensor.stride())
+    if (parents := batch.parents) is not None:
+        assert parents.shape == (tokens,) and parents.dtype == torch.int32, (parents.shape, parents.dtype)
 
 
 def check_turn(cos: torch.Tensor | None, sin: torch.Tensor | None, tokens: int, head_dim: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from workers.kernels.step_message import Ints, StepArrays
@@ -26,6 +27,8 @@ class StepBatch:
     block_tables: torch.Tensor  # (S, W) int32; entries past the context are 0
     logit_rows: torch.Tensor  # (R,) int64: rows whose logits are wanted
     max_context_len: int
+    # (T,) int32: row of the slice that each token follows, -1: its first; None: each the one before
+    parents: torch.Tensor | None = None
 
 
 def build_batch(
@@ -51,8 +54,11 @@ def build_batch(
     tables[np.arange(width) < counts[:, None]] = arrays.blocks
     sequence = np.repeat(np.arange(num_slices), lens)  # (T,) slice of each row
     in_slice = np.arange(len(arrays.token_ids), dtype=np.int64) - query_starts[sequence]
-    positions = in_slice + starts[sequence]
-    slots = tables[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    places = in_slice + starts[sequence]
+    slots = tables[sequence, places // block_size].astype(np.int64) * block_size + places % block_size
+    positions = places
+    if len(arrays.parents):
+        positions = depths(arrays.parents, lens) + starts[sequence]
 
     def tensor(values: np.ndarray[tuple[int, ...], np.dtype[np.int32 | np.int64]]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
@@ -66,7 +72,23 @@ def build_batch(
         block_tables=tensor(tables),
         logit_rows=tensor(arrays.logit_rows.astype(np.int64)),
         max_context_len=int(context_lens.max(initial=0)),
+        parents=tensor(arrays.parents.copy()) if len(arrays.parents) else None,
     )
+
+
+def depths(parents: Ints, lens: Ints) -> npt.NDArray[np.int64]:
+    """(T,): how many tokens of its slice each one has before it. Raises ValueError for parents that come
+    after their children."""
+    found = np.zeros(len(parents), dtype=np.int64)
+    row = 0
+    for length in lens.tolist():
+        own = found[row : row + length]
+        for index, parent in enumerate(parents[row : row + length].tolist()):
+            if (parent != -1) if index == 0 else not 0 <= parent < index:
+                raise ValueError(f"step whose token {index} of a slice follows the token {parent}")
+            own[index] = own[parent] + 1 if index else 0
+        row += length
+    return found
 
 
 def check_range(what: str, values: Ints, limit: int) -> None:

@@ -143,6 +143,7 @@ class CpuKernels:
                     batch.query_starts.data_ptr(),
                     batch.context_lens.data_ptr(),
                     batch.block_tables.data_ptr(),
+                    None if batch.parents is None else batch.parents.data_ptr(),
                 ),
                 *(batch.context_lens.shape[0], batch.block_tables.shape[1], heads, k_cache.shape[1], dim),
                 *(sliding_window or 0, scale, torch.get_num_threads()),

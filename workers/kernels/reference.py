@@ -85,7 +85,12 @@ class TorchKernels:
             written = batch.context_lens[sequences]
             keys, values = _gather(k_cache, tables, written), _gather(v_cache, tables, written)
             queries = q[rows].float().transpose(1, 2)  # (s, heads, Q, d)
-            mask = _visible(batch.positions[rows], keys.shape[2], sliding_window)[:, None]
+            mask = _visible(batch.positions[rows], keys.shape[2], sliding_window)
+            if batch.parents is not None:
+                for place, sequence in enumerate(sequences):
+                    seen = _visible_in_tree(batch, sequence, keys.shape[2], sliding_window)
+                    mask[place, : len(seen)] = seen
+            mask = mask[:, None]
             group = queries.shape[1] // keys.shape[1]
             keys = keys.repeat_interleave(group, dim=1)
             values = values.repeat_interleave(group, dim=1)
@@ -177,4 +182,26 @@ def _visible(positions: torch.Tensor, context: int, sliding_window: int | None) 
     seen = at <= positions[..., None]
     if sliding_window is not None:
         seen &= at > positions[..., None] - sliding_window
+    return seen
+
+
+def _visible_in_tree(
+    batch: StepBatch, sequence: int, context: int, sliding_window: int | None
+) -> torch.Tensor:
+    """(rows of the sequence, context): which slots each of its rows attends to. The last slots are those of
+    the rows themselves."""
+    assert batch.parents is not None, "no slice is a tree"
+    first, end = batch.query_starts[sequence : sequence + 2].tolist()
+    before = int(batch.context_lens[sequence]) - (end - first)
+    positions = batch.positions[first:end]
+    at = torch.arange(context, device=positions.device)  # position of each slot
+    at[before : before + end - first] = positions
+    seen = torch.zeros((end - first, context), dtype=torch.bool, device=positions.device)
+    seen[:, :before] = True
+    for row, parent in enumerate(batch.parents[first:end].tolist()):
+        if row:
+            seen[row, before:] = seen[parent, before:]
+        seen[row, before + row] = True
+    if sliding_window is not None:
+        seen &= at > positions[:, None] - sliding_window
     return seen

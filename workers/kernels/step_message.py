@@ -1,9 +1,13 @@
 """A step as flat int32 arrays: what every rank needs of a plan, as it travels and as C++ takes it.
 
-Message: header (S, T, B, R, Z, C, longest context), then S lengths, S start positions, S block counts, T
-token ids, B block entries, R logit rows, Z blocks to zero, C blocks to copy and C to copy them to; all int32,
-little-endian on every machine we run on. `cpu/layout.h` reads the same bytes. Sampling and targets stay on
-rank 0.
+Message: header (S, T, B, R, Z, C, longest context, P, M), then S lengths, S start positions, S block counts,
+T token ids, B block entries, R logit rows, Z blocks to zero, C blocks to copy and C to copy them to, P
+parents, M slots to move and M to move them to; all int32, little-endian on every machine we run on.
+`cpu/layout.h` reads the same bytes. Sampling and targets stay on rank 0.
+
+Trees. A slice may have several guesses for one place. Its tokens lie in slots one behind the other, whatever
+their positions are: a token's position is one more than that of its parent, and it sees what lies before the
+slice, its ancestors and itself. P is 0 when no slice of a step is a tree, else T.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 StepMessage = NewType("StepMessage", bytes)
 MAX_LOGIT_ROWS = 512  # logits of more rows (prompt scoring) are made in several passes, to bound their memory
-_HEADER = struct.Struct("<7i")
+_HEADER = struct.Struct("<9i")
 assert sys.byteorder == "little" and array("i").itemsize == 4
 
 
@@ -35,6 +39,8 @@ class StepHeader(NamedTuple):
     num_zero_blocks: int
     num_copies: int
     longest_context: int  # of its sequences, after the step
+    num_parents: int
+    num_moves: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,9 @@ class StepArrays:
     zero_blocks: Ints  # (Z,) blocks to fill with zeros before anything is written
     copy_sources: Ints  # (C,) blocks to copy whole, after that and before anything is written
     copy_targets: Ints  # (C,) where to; none of them is a source
+    parents: Ints  # (T,) or (0,): row of the slice that each token follows, before it; -1: the slice's first
+    move_sources: Ints  # (M,) slots whose keys and values move, all at once and before anything is written
+    move_targets: Ints  # (M,) where to
 
 
 def header_of(message: StepMessage) -> StepHeader:
@@ -69,17 +78,22 @@ def pack_step(
     logit_rows: Sequence[int],
     zero_blocks: Sequence[int] = (),
     copy_blocks: Sequence[tuple[int, int]] = (),
+    parents: Sequence[int] = (),
+    moves: Sequence[tuple[int, int]] = (),
 ) -> StepMessage:
-    """The message of a step; parts as in StepArrays, copies as (source, target)."""
+    """The message of a step; parts as in StepArrays, copies and moves as (source, target)."""
     longest = max(map(int.__add__, starts, lens), default=0)
-    num_copies = len(copy_blocks)
-    sizes = (len(lens), len(token_ids), len(blocks), len(logit_rows), len(zero_blocks), num_copies, longest)
-    values = array("i", sizes)
+    sizes = (len(lens), len(token_ids), len(blocks), len(logit_rows), len(zero_blocks), len(copy_blocks))
+    values = array("i", (*sizes, longest, len(parents), len(moves)))
     for part in (lens, starts, block_counts, token_ids, blocks, logit_rows, zero_blocks):
         values.extend(part)
     if copy_blocks:
         values.extend(source for source, _ in copy_blocks)
         values.extend(target for _, target in copy_blocks)
+    values.extend(parents)
+    if moves:
+        values.extend(source for source, _ in moves)
+        values.extend(target for _, target in moves)
     return StepMessage(values.tobytes())
 
 
@@ -87,7 +101,8 @@ def unpack(message: StepMessage) -> StepArrays:
     """Raises ValueError unless the parts fill the message exactly and fit each other."""
     header = header_of(message)
     num_slices = header.num_slices
-    sizes = (num_slices, num_slices, num_slices, *header[1:6], header.num_copies)
+    moves = header.num_moves
+    sizes = (*[num_slices] * 3, *header[1:6], header.num_copies, header.num_parents, moves, moves)
     start = _HEADER.size // 4
     if min(sizes) < 0 or 4 * (start + sum(sizes)) != len(message):
         raise ValueError(f"a step of {len(message)} bytes says its parts have {sizes} integers")
@@ -103,6 +118,9 @@ def unpack(message: StepMessage) -> StepArrays:
         zero_blocks=parts[6],
         copy_sources=parts[7],
         copy_targets=parts[8],
+        parents=parts[9],
+        move_sources=parts[10],
+        move_targets=parts[11],
     )
     if (
         int(arrays.lens.sum()) != header.num_tokens
@@ -110,6 +128,8 @@ def unpack(message: StepMessage) -> StepArrays:
         or int((arrays.starts.astype(np.int64) + arrays.lens).max(initial=0)) != header.longest_context
     ):
         raise ValueError("a step whose lengths do not add up")
+    if header.num_parents not in (0, header.num_tokens):
+        raise ValueError(f"a step of {header.num_tokens} tokens with {header.num_parents} parents")
     return arrays
 
 
@@ -133,6 +153,7 @@ def passes(message: StepMessage, max_rows: int = MAX_LOGIT_ROWS) -> list[StepMes
             logit_rows=rows[cut : cut + max_rows],
             zero_blocks=zero_blocks if cut == 0 else (),
             copy_blocks=copies if cut == 0 else (),
+            parents=arrays.parents.tolist(),
         )
         for cut in range(0, len(rows), max_rows)
     ]

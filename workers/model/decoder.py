@@ -85,8 +85,8 @@ class Decoder:
         if not 0 <= longest <= room:  # the table of positions grows with it, whatever the checkpoint allows
             raise ValueError(f"a step with a context of {longest} tokens, in a pool for {room}")
         drawn = self._compute(message, kv, draws)
-        if not self._is_alone and header_of(message).num_logit_rows == 0:
-            self._meet(kv.device)
+        if header_of(message).num_logit_rows == 0:
+            self.meet(kv.device)
         return drawn
 
     def _compute(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw]) -> Drawn | None:
@@ -116,11 +116,12 @@ class Decoder:
         return Drawn(logits, ids, hidden)
 
     @torch.inference_mode()
-    def _meet(self, device: torch.device) -> None:
+    def meet(self, device: torch.device) -> None:
         """Waits until every rank has written its keys and values. Logits bring the ranks together after the
         last attention; without them rank 0 would end the step, and let other groups read, while another rank
         still computes the last layer."""
-        self._parallel.all_reduce(torch.zeros(1, device=device)).item()
+        if not self._is_alone:
+            self._parallel.all_reduce(torch.zeros(1, device=device)).item()
 
     @torch.inference_mode()
     def _one_by_one(

@@ -19,7 +19,6 @@ from workers.model.weights import WeightReader
 class MedusaHeads:
     """The heads, and the part of the model's head that they use."""
 
-    kernels: Kernels
     layers: tuple[PackedLinear, ...]  # hidden -> hidden, of each head
     vocabulary: PackedLinear  # hidden -> guessed tokens, float32
     token_ids: tuple[int, ...]  # of its outputs
@@ -56,7 +55,6 @@ def load_heads(
     with WeightReader(folder.model, dtype, device) as reader:
         rows = reader.rows(folder.model.head_name)[ids.to(device)]
     return MedusaHeads(
-        kernels=kernels,
         layers=tuple(layers),
         vocabulary=kernels.pack_linear(rows, None, torch.float32, quantization.of_head),
         token_ids=tuple(ids.tolist()),

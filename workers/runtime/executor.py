@@ -17,7 +17,7 @@ from workers.runtime.leader_link import LeaderLink
 from workers.runtime.medusa import MedusaRunner
 from workers.runtime.results import ResultBuilder
 from workers.runtime.runner import ModelRunner
-from workers.runtime.step_codec import encode
+from workers.runtime.step_codec import encode, encode_moves
 
 _EXPLAIN_WAIT_S = 1.0  # for the watchdog to find out who died
 
@@ -55,7 +55,10 @@ class LocalExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         message = encode(plan, self._runner.block_size)
         builder = ResultBuilder(plan, self._runner.kernels)
-        return _compute(self._runner.run, message, builder, self._draft_heads)
+        results = _compute(self._runner.run, message, builder, self._draft_heads)
+        if moves := encode_moves(plan, results, self._runner.block_size):
+            self._runner.run(moves)
+        return results
 
     def close(self) -> None:
         """Nothing to end: the process holds all there is."""
@@ -100,7 +103,11 @@ class GroupExecutor:
         message = encode(plan, self._runner.block_size)
         builder = ResultBuilder(plan, self._runner.kernels)  # first: what raises here reaches no follower
         self._link.send_step(message)
-        return _compute(self._run, message, builder, self._draft_heads)
+        results = _compute(self._run, message, builder, self._draft_heads)
+        if moves := encode_moves(plan, results, self._runner.block_size):
+            self._link.send_step(moves)
+            self._run(moves, ())
+        return results
 
     def close(self) -> None:
         self._on_close()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from time import perf_counter
 
 import torch
 
+from workers.decoding.guess_tree import best_tree
 from workers.engine.proposals import HeadTask, Pass, Proposals
 from workers.engine.step import StepPlan
-from workers.kernels import NOT_FINITE
 from workers.model.medusa import MedusaHeads
-from workers.runtime.sampler import BEST
+
+_BRANCHES = 4  # tokens of a head that a tree may hold
 
 
 class MedusaRunner:
@@ -36,22 +38,29 @@ class MedusaRunner:
             return none
         began = perf_counter()
         firsts = _first_rows(self._plan)
-        if any(task.slice >= len(firsts) for task in tasks):  # the slices were computed one by one
+        rows = [firsts[task.slice] + task.row for task in tasks if task.slice < len(firsts)]
+        if len(rows) < len(tasks) or max(rows) >= len(self._hidden):  # slices were computed one by one
             return none
-        rows = torch.tensor([firsts[task.slice] + task.row for task in tasks], device=self._hidden.device)
-        most = max(task.num_drafts for task in tasks)
-        logits = self._heads.logits(self._hidden[rows], most).flatten(0, 1)
-        ids = self._heads.kernels.draw(logits, [BEST] * len(logits), only_finite=True)
-        drafts = [
-            self._tokens(ids[place * most : place * most + task.num_drafts])
-            for place, task in enumerate(tasks)
-        ]
-        return Proposals(drafts, (Pass(len(tasks), perf_counter() - began),))
-
-    def _tokens(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Up to the first that came from values that are not finite."""
-        known = ids[: ids.index(NOT_FINITE)] if NOT_FINITE in ids else ids
-        return tuple(self._heads.token_ids[each] for each in known)
+        most = min(self.num_heads, max(task.num_drafts for task in tasks))
+        chances = self._heads.logits(self._hidden[rows], most).log_softmax(-1)  # (tasks, heads, V')
+        best, places = chances.topk(min(_BRANCHES, chances.shape[-1]))
+        ids, values = self._heads.token_ids, best.tolist()
+        trees = []
+        for task, heads, scores in zip(tasks, places.tolist(), values, strict=True):
+            levels = [
+                [(ids[place], score) for place, score in zip(*pair, strict=True)]
+                for pair in zip(heads, scores, strict=True)
+            ]
+            if not all(isfinite(level[0][1]) for level in levels):
+                levels = []
+            elif task.is_chain:
+                levels = [level[:1] for level in levels]
+            trees.append(best_tree(levels, task.num_drafts))
+        return Proposals(
+            [tree.token_ids for tree in trees],
+            (Pass(len(tasks), perf_counter() - began),),
+            [None if task.is_chain else tree.parents for task, tree in zip(tasks, trees, strict=True)],
+        )
 
 
 def _first_rows(plan: StepPlan) -> list[int]:

@@ -47,6 +47,7 @@ class ResultBuilder:
         self._sampled: dict[int, list[Sampled]] = {}
         self._candidates: dict[int, tuple[Candidate, ...]] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
+        self._rows: dict[int, tuple[int, ...]] = {}  # of trees
         self._errors: dict[int, SliceResult] = {}
 
     @property
@@ -83,13 +84,27 @@ class ResultBuilder:
                 self._errors[index]
                 if index in self._errors
                 else SliceResult(
-                    sampled=tuple(self._sampled.get(index, ())),
+                    sampled=self._sampled_in(index),
+                    rows=self._rows.get(index, ()),
                     candidates=self._candidates.get(index, ()),
                     prompt_logprobs=tuple(self._scores.get(index, ())),
                 )
                 for index in range(len(self._plan.slices))
             )
         )
+
+    def _sampled_in(self, index: int) -> tuple[Sampled, ...]:
+        """Of a tree those along the drafts that came true."""
+        found, piece = tuple(self._sampled.get(index, ())), self._plan.slices[index]
+        if piece.draft_parents is None or not found:
+            return found
+        rows, followers = [0], list(enumerate(zip(piece.draft_parents, piece.drafts, strict=True), 1))
+        # A draft comes after the one that it follows.
+        for row, (parent, draft) in followers:
+            if parent + 1 == rows[-1] and draft == found[rows[-1]].token_id:
+                rows.append(row)
+        self._rows[index] = tuple(rows)
+        return tuple(found[row] for row in rows)
 
     def _sample(self, drawn: Drawn, uses: list[_Use], rows: list[int]) -> None:
         rows = [row for row in rows if self._is_free(uses[row])]

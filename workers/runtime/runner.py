@@ -49,8 +49,11 @@ class ModelRunner:
     def run(self, message: StepMessage, draws: Sequence[Draw] = ()) -> Drawn | None:
         """As `Decoder.forward`, after the blocks that are to be zero or a copy have become so."""
         header = header_of(message)
-        if header.num_zero_blocks or header.num_copies:
+        if header.num_zero_blocks or header.num_copies or header.num_moves:
             self._prepare_blocks(unpack(message))
+        if header.num_tokens == 0:
+            self._decoder.meet(self._pool.device)
+            return None
         return self._decoder.forward(message, self._pool, draws)
 
     def _prepare_blocks(self, arrays: StepArrays) -> None:
@@ -61,6 +64,16 @@ class ModelRunner:
             check_range("block to copy", arrays.copy_sources, self.num_blocks)
             check_range("block to copy to", arrays.copy_targets, self.num_blocks)
             self._pool[self._indices(arrays.copy_targets)] = self._pool[self._indices(arrays.copy_sources)]
+
+        if len(arrays.move_sources):
+            check_range("slot to move", arrays.move_sources, self.num_blocks * self.block_size)
+            check_range("slot to move to", arrays.move_targets, self.num_blocks * self.block_size)
+            self._pool[self._places(arrays.move_targets)] = self._pool[self._places(arrays.move_sources)]
+
+    def _places(self, slots: Ints) -> tuple[torch.Tensor | slice, ...]:
+        """As an index of the pool: keys and values of these slots, of all heads and layers."""
+        at, everything = self._indices(slots), slice(None)
+        return (at // self.block_size, everything, everything, everything, at % self.block_size)
 
     def _indices(self, blocks: Ints) -> torch.Tensor:
         return torch.tensor(blocks.tolist(), device=self._pool.device)

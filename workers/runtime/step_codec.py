@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.engine.step import StepPlan
+from workers.engine.step import SequenceSlice, StepPlan, StepResult
 from workers.kernels import StepMessage, pack_step
 
 
@@ -14,6 +14,8 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
     token_ids: list[int] = []
     blocks: list[int] = []
     rows: list[int] = []
+    parents: list[int] = []
+    has_trees = any(piece.draft_parents is not None for piece in plan.slices)
     for piece in plan.slices:
         first_row, length = len(token_ids), len(piece.token_ids)
         needed = -(-(piece.start + length) // block_size)
@@ -24,6 +26,8 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
         counts.append(needed)
         token_ids += piece.token_ids
         blocks += table if len(table) == needed else table[:needed]
+        if has_trees:
+            parents += _parents(piece)
         if piece.prompt_targets is not None:
             rows += range(first_row, first_row + len(piece.prompt_targets))
         if piece.sample is not None:
@@ -37,4 +41,33 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
         logit_rows=rows,
         zero_blocks=plan.zero_blocks,
         copy_blocks=plan.copy_blocks,
+        parents=parents,
     )
+
+
+def encode_moves(plan: StepPlan, results: StepResult, block_size: int) -> StepMessage | None:
+    """What is left to do after a step with trees: keys and values of the drafts that came true have to lie
+    one behind the other. None when they do."""
+    moves: list[tuple[int, int]] = []
+    for piece, result in zip(plan.slices, results.slices, strict=True):
+        first = piece.start + len(piece.token_ids) - 1 - piece.num_drafts
+        for place, row in enumerate(result.rows):
+            if row != place:
+                slots = (_slot(piece, position, block_size) for position in (first + row, first + place))
+                moves.append((next(slots), next(slots)))
+    if not moves:
+        return None
+    return pack_step(lens=(), starts=(), block_counts=(), token_ids=(), blocks=(), logit_rows=(), moves=moves)
+
+
+def _slot(piece: SequenceSlice, position: int, block_size: int) -> int:
+    return piece.block_table[position // block_size] * block_size + position % block_size
+
+
+def _parents(piece: SequenceSlice) -> list[int]:
+    """Of each token of a slice, the row that it follows."""
+    length = len(piece.token_ids)
+    if piece.draft_parents is None:
+        return list(range(-1, length - 1))
+    before = length - piece.num_drafts
+    return [*range(-1, before - 1), *(before + parent for parent in piece.draft_parents)]

@@ -157,13 +157,18 @@ def test_guesses_that_take_long_to_make_have_to_bring_more() -> None:
     assert slow.lengths([0.6] * 4, [1] * 4, 512) == [1] * 4  # in one pass, not in four
 
 
-def test_heads_guess_all_at_once() -> None:
-    by_pass, at_once = _governor(FLAT), Governor(is_one_pass=True)
+def test_guesses_of_a_tree_are_worth_what_became_of_those_of_their_number() -> None:
+    governor = Governor(has_trees=True)
     for rows, milliseconds in FLAT.items():
-        at_once.observe(rows, milliseconds / 1000)
-    for governor in (by_pass, at_once):
-        governor.observe_pass(1, 0.004)
-    assert by_pass.lengths([0.8], [7], 512)[0] < 5 <= at_once.lengths([0.8], [7], 512)[0]
+        governor.observe(rows, milliseconds / 1000)
+    governor.observe_pass(1, 0.002)  # of all guesses together
+    for turn in range(200):  # the way 0, 2 came true, or none
+        governor.observe_tree((-1, -1, 0, 2), 2 if turn % 4 else -1)
+    assert governor.lengths([0.9], [8], 512) == [3]
+    assert governor.lengths([0.9] * 32, [8] * 32, 512) == [0] * 32
+    for _ in range(200):
+        governor.observe_tree((-1, -1, 0, 2), -1)
+    assert governor.lengths([0.9], [8], 512) == [0]
 
 
 def test_slow_guessing_ends_in_a_full_batch_and_is_tried_again() -> None:

@@ -182,12 +182,25 @@ class ToyExecutor:
                 assert written.get(block, index) == index, f"block {block} written by {written[block]}"
 
     def _write(self, piece: SequenceSlice) -> None:
-        for offset, token_id in enumerate(piece.token_ids):
-            position = piece.start + offset
-            before = self._pool[self._slot(piece, position - 1)] if position else 0
-            assert before is not None, f"position {position - 1} was never written"
-            self._pool[self._slot(piece, position)] = content_of(before, token_id, position)
+        for row, token_id in enumerate(piece.token_ids):
+            before = self._contents(piece, row)
+            self._pool[self._slot(piece, piece.start + row)] = content_of(
+                before[-1] if before else 0, token_id, len(before)
+            )
         self.num_computed_tokens += len(piece.token_ids)
+
+    def _contents(self, piece: SequenceSlice, row: int, *, with_own: bool = False) -> list[int]:
+        """What a row of a slice sees before itself."""
+        first_draft = len(piece.token_ids) - piece.num_drafts
+        way = [row] if with_own else []
+        while row > 0:
+            is_branch = piece.draft_parents is not None and row >= first_draft
+            row = first_draft + piece.draft_parents[row - first_draft] if is_branch else row - 1
+            way.append(row)
+        places = [*range(piece.start), *(piece.start + each for each in reversed(way))]
+        found = [self._pool[self._slot(piece, place)] for place in places]
+        assert None not in found, f"never written before row {row}"
+        return found
 
     def _result(self, piece: SequenceSlice) -> SliceResult:
         seen: list[list[int]] = []
@@ -197,31 +210,41 @@ class ToyExecutor:
         if error is not None:
             code = "invalid_schema" if piece.sample and piece.sample.allowed else "numerical_error"
             return SliceResult(error=error, error_code=code)
-        contents = []
-        for position in range(piece.start + len(piece.token_ids)):
-            content = self._pool[self._slot(piece, position)]
-            assert content is not None
-            contents.append(content)
         sampled = []
         candidates: tuple[Candidate, ...] = ()
-        for task in piece.sample_tasks():
+        first = len(piece.token_ids) - 1 - piece.num_drafts
+        for row, task in enumerate(piece.sample_tasks(), first):
+            contents = self._contents(piece, row, with_own=True)
             known = len(task.prompt_token_ids) + task.num_new
-            assert len(contents) - piece.num_drafts + len(task.drafts) == known, (
-                f"{len(contents)} computed of {known} known tokens"
-            )
+            assert len(contents) == known, f"{len(contents)} computed of {known} known tokens"
             if task.num_candidates:
                 candidates = _candidates(contents, task)
                 continue
-            token_id = _choose(contents[:known], task)
-            seen.append([*contents[:known], content_of(contents[known - 1], token_id, known)])
+            token_id = _choose(contents, task)
+            seen.append([*contents, content_of(contents[-1], token_id, known)])
             wants = task.params.num_logprobs is not None
-            score = _score(contents[:known], token_id) if wants else None
+            score = _score(contents, token_id) if wants else None
             sampled.append(Sampled(token_id=token_id, logprob=score))
         scores = [
-            _score(contents[: piece.start + row + 1], target)
+            _score(self._contents(piece, row, with_own=True), target)
             for row, target in enumerate(piece.prompt_targets or ())
         ]
-        return SliceResult(sampled=sampled, candidates=candidates, prompt_logprobs=scores)
+        result = SliceResult(sampled=sampled, candidates=candidates, prompt_logprobs=scores)
+        return result if piece.draft_parents is None else self._come_true(piece, result)
+
+    def _come_true(self, piece: SequenceSlice, result: SliceResult) -> SliceResult:
+        """Of a tree what was sampled on the way that came true, whose contents move together."""
+        assert piece.draft_parents is not None
+        rows = [0]
+        for row, (parent, draft) in enumerate(zip(piece.draft_parents, piece.drafts, strict=True), 1):
+            if parent + 1 == rows[-1] and draft == result.sampled[rows[-1]].token_id:
+                rows.append(row)
+        first = piece.start + len(piece.token_ids) - 1 - piece.num_drafts
+        moved = [self._pool[self._slot(piece, first + row)] for row in rows]
+        for place in range(piece.num_drafts + 1):
+            content = moved[place] if place < len(moved) else None
+            self._pool[self._slot(piece, first + place)] = content
+        return replace(result, sampled=[result.sampled[row] for row in rows], rows=rows)
 
 
 def _copy(piece: SequenceSlice) -> SequenceSlice:
@@ -233,6 +256,7 @@ def _copy(piece: SequenceSlice) -> SequenceSlice:
         block_table=tuple(piece.block_table),
         sample=task and replace(task, output_token_ids=tuple(task.output_token_ids)),
         num_drafts=piece.num_drafts,
+        draft_parents=piece.draft_parents,
         prompt_targets=piece.prompt_targets,
         num_prompt_logprobs=piece.num_prompt_logprobs,
     )

@@ -77,15 +77,28 @@ class ToyHeads:
     def propose(self, step_number: int, tasks: Sequence[HeadTask]) -> Proposals:
         if step_number != self.step_number or any(task.slice >= len(self.seen) for task in tasks):
             return Proposals([()] * len(tasks))
-        return Proposals([self._guess(task) for task in tasks])
+        found = [self._guess(task) for task in tasks]
+        return Proposals(
+            [drafts for drafts, _ in found],
+            (),
+            [None if task.is_chain else parents for task, (_, parents) in zip(tasks, found, strict=True)],
+        )
 
-    def _guess(self, task: HeadTask) -> tuple[int, ...]:
-        contents, found = list(self.seen[task.slice][task.row]), []
-        assert task.num_drafts <= self.num_heads
-        for _ in range(task.num_drafts):
-            found.append(_guessed(contents))
-            contents.append(content_of(contents[-1], found[-1], len(contents)))
-        return tuple(found)
+    def _guess(self, task: HeadTask) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tokens 0 and 1, then those after them, and so on; with nonsense among them."""
+        drafts: list[int] = []
+        parents: list[int] = []
+        contexts = {-1: list(self.seen[task.slice][task.row])}
+        for parent in range(-1, task.num_drafts):
+            first = _guessed(contexts[parent])
+            for token_id in (first,) if task.is_chain else (first, 1 - first):
+                if len(drafts) < task.num_drafts:
+                    before = contexts[parent]
+                    contexts[len(drafts)] = [*before, content_of(before[-1], token_id, len(before))]
+                    drafts.append(token_id)
+                    parents.append(parent)
+        assert not task.is_chain or task.num_drafts <= self.num_heads
+        return tuple(drafts), tuple(parents)
 
 
 def _guessed(contents: Sequence[int]) -> int:

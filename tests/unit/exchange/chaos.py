@@ -145,7 +145,7 @@ def play(world: World, seed: int, num_actions: int = 80) -> Chaos:
         max_step_tokens=draw.choice([3, 8, 64]),
         max_running=draw.choice([2, 16]),
         expected_output_tokens=draw.choice([1, 8]),
-        has_draft_model=seed % 4 == 3,
+        guesses={2: "medusa", 3: "draft_model"}.get(seed % 4, "none"),
     )
     chaos = Chaos(world, options)
     longest = min(24, options.num_blocks * options.block_size - 8)

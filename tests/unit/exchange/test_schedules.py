@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.unit.exchange import broken
 from tests.unit.exchange.chaos import Chaos, play
 from tests.unit.exchange.world import Options, World
+from workers.decoding.drafter import MODEL_METHODS
 
 
 def test_schedules() -> None:
@@ -70,7 +71,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         max_step_tokens=st.sampled_from([3, 8, 64]),
         max_running=st.sampled_from([2, 16]),
         expected=st.sampled_from([1, 8]),
-        has_draft_model=st.booleans(),
+        guesses=st.sampled_from(["none", *MODEL_METHODS]),
     )
     def start(
         self,
@@ -79,7 +80,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         max_step_tokens: int,
         max_running: int,
         expected: int,
-        has_draft_model: bool,
+        guesses: str,
     ) -> None:
         options = Options(
             num_blocks=num_blocks,
@@ -87,7 +88,7 @@ class ExchangeMachine(RuleBasedStateMachine):
             max_step_tokens=max_step_tokens,
             max_running=max_running,
             expected_output_tokens=expected,
-            has_draft_model=has_draft_model,
+            guesses=guesses,
         )
         self.chaos = Chaos(World(), options)
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from tests.unit.engine.toy import ToyExecutor, Transcript, contents_of, reference
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
-from workers.decoding.drafter import DRAFT_MODEL
 from workers.engine.engine import Engine
 from workers.engine.exchange import (
     CloseLease,
@@ -141,7 +140,7 @@ class Group:
                 max_waiting=64,
             ),
             executor=memory,
-            speculative=SpeculativeConfig(method=DRAFT_MODEL) if options.has_draft_model else None,
+            speculative=SpeculativeConfig(method=options.guesses),
             clock=lambda: world.now_s,
             exchange=ExchangeSetup(
                 peers=self, on_offer=self._on_offer, first_generation=number * world.generations_apart
@@ -249,7 +248,7 @@ class Options:
     max_running: int = 16
     max_prefill_chunk: int | None = None
     expected_output_tokens: int = 4
-    has_draft_model: bool = False
+    guesses: str = "none"
 
 
 @dataclass

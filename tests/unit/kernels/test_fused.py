@@ -312,13 +312,15 @@ def test_a_step_whose_peer_does_not_come_has_no_result(kernels: Kernels) -> None
     [
         (0, 3, "integers"),  # number of slices
         (6, 71, "add up"),  # longest context
-        (7, 2, "add up"),  # a length
-        (10, -1, "lengths"),  # a start
-        (10, 2**31 - 1, "add up"),
-        (13, VOCAB, r"token id outside 0 .. 299: \d+ .. 300"),
-        (13, -1, "token id outside"),
-        (15, NUM_BLOCKS, "block outside 0 .. 59"),
-        (15, -1, "block outside"),
+        (7, 1, "integers"),  # parents
+        (8, 1, "integers"),  # moves
+        (9, 2, "add up"),  # a length
+        (12, -1, "lengths"),  # a start
+        (12, 2**31 - 1, "add up"),
+        (15, VOCAB, r"token id outside 0 .. 299: \d+ .. 300"),
+        (15, -1, "token id outside"),
+        (17, NUM_BLOCKS, "block outside 0 .. 59"),
+        (17, -1, "block outside"),
         (-1, 2, "logit row outside 0 .. 1: 0 .. 2"),
     ],
 )

@@ -36,7 +36,7 @@ def batch_of(message: StepMessage, num_blocks: int = 10, block_size: int = 4):
 
 def test_message_of_a_plan():
     message = encode(PLAN, block_size=4)
-    assert header_of(message) == (3, 9, 6, 8, 2, 2, 7)
+    assert header_of(message) == (3, 9, 6, 8, 2, 2, 7, 0, 0)
     arrays = unpack(message)
     assert arrays.lens.tolist() == [1, 5, 3]
     assert arrays.starts.tolist() == [6, 0, 4]
@@ -86,7 +86,7 @@ def test_damaged_messages_are_refused():
         with pytest.raises(ValueError, match="a step of"):
             unpack(StepMessage(damaged))
     values = np.frombuffer(message, dtype=np.int32).copy()
-    values[7] += 1  # a length that does not add up
+    values[9] += 1  # a length that does not add up
     with pytest.raises(ValueError, match="add up"):
         unpack(StepMessage(values.tobytes()))
     values = np.frombuffer(message, dtype=np.int32).copy()

@@ -2,25 +2,51 @@
 #pragma once
 #include "attention_decode.h"
 
-// First position that a row of the task sees, at a multiple of KEYS; and where its tokens end.
+// First position that a row of the task sees, at a multiple of KEYS; and where the positions end that its rows see alike.
 template <class T> struct TaskSpan {
-  long start, tokens, base, end;  // `start`: position of its first token
+  bool is_tree;
+  long start, tokens, base, end;  // `start`: position of its first token, in a tree of the first one of its sequence
   TaskSpan(const Attention<T>& a, const AttentionTask& task) {
-    const long length = a.query_len(task.sequence);
-    start = a.context_lens[task.sequence] - length + task.first;
+    const long length = a.query_len(task.sequence), first = a.context_lens[task.sequence] - length;
+    is_tree = a.is_tree(task.sequence);
+    start = is_tree ? first : first + task.first;
     tokens = std::min(a.tile_tokens(), length - task.first);
     base = (a.window ? std::max(0L, start - a.window + 1) : 0) / KEYS * KEYS;
-    end = start + tokens;
+    end = is_tree ? first / KEYS * KEYS : start + tokens;
   }
 };
-template <class T> void find_keys(const Attention<T>& a, const AttentionTask& task, long base, long end, KeyGroup<T>& found) {
+// Of a tree, positions from `start` on are those of the rows on `path`; else path is null.
+template <class T>
+void find_keys(const Attention<T>& a, const AttentionTask& task, long base, long end, KeyGroup<T>& found, long start = 0, const int32_t* path = nullptr) {
   const int32_t* table = a.tables + task.sequence * a.table_width;
   found.count = int(std::min<long>(KEYS, end - base));
   for (int j = 0; j < found.count;) {
-    const long position = base + j, offset = position % a.cache.block_size;
-    long at = table[position / a.cache.block_size] * a.cache.block_stride + task.head * a.cache.head_stride + offset * a.d;
-    for (const int stop = int(std::min<long>(found.count, j + a.cache.block_size - offset)); j < stop; j++, at += a.d)
+    const bool is_row = path && base + j >= start;
+    const long place = is_row ? start + path[base + j - start] : base + j, offset = place % a.cache.block_size;
+    const long run = is_row ? 1 : path ? std::min(a.cache.block_size - offset, start - place) : a.cache.block_size - offset;
+    long at = table[place / a.cache.block_size] * a.cache.block_stride + task.head * a.cache.head_stride + offset * a.d;
+    for (const int stop = int(std::min<long>(found.count, j + run)); j < stop; j++, at += a.d)
       found.k[j] = a.cache.k + at, found.v[j] = a.cache.v + at;
+  }
+}
+// Folds the scores of a group of keys into the rows of a token at `position`.
+template <class Products, class T>
+void soften(const Attention<T>& a, AttentionScratch& s, long row, long rows, long position, long base, long wide) {
+  const long from = a.window ? std::clamp<long>(position - a.window + 1 - base, 0, KEYS) : 0, to = std::clamp<long>(position + 1 - base, 0, KEYS);
+  for (const long end = row + rows; row < end; row++) Products::softmax(s, row, int(from), int(to), a.scale, wide);
+}
+// The last groups of keys of a tree, which each token sees in its own way: its ancestors lie before it as in a sequence.
+template <class Products, class T>
+void attend_path(const Attention<T>& a, const AttentionTask& task, const TaskSpan<T>& span, long token, const std::vector<int32_t>& path,
+                 AttentionScratch& s, long wide) {
+  AttentionScratch own(s, token * a.group(), wide, sizeof(typename Products::Element));
+  KeyGroup<T> now, none;
+  const long end = span.start + long(path.size());
+  for (long base = span.end; base < end; base += KEYS) {
+    find_keys(a, task, base, end, now, span.start, path.data());
+    Products::score(own, a.group(), now, none, a.d, wide);
+    soften<Products>(a, own, 0, a.group(), end - 1, base, wide);
+    Products::add_values(own, a.group(), now, none, a.d, wide);
   }
 }
 // next: the task that the thread is likely to do then, or null.
@@ -36,6 +62,8 @@ void attend_with(const Attention<T>& a, const AttentionTask& task, const Attenti
     std::fill(s.sum + r * 16, s.sum + r * 16 + 16, 0.f);
     std::fill(s.out + r * wide, s.out + (r + 1) * wide, 0.f);
   }
+  std::vector<std::vector<int32_t>> paths;  // of a tree's tokens
+  for (long t = 0; span.is_tree && t < span.tokens; t++) paths.push_back(a.path_to(task.sequence, int32_t(task.first + t)));
   KeyGroup<T> groups[2], *now = groups, *then = groups + 1;
   find_keys(a, task, span.base, span.end, *now);
   for (long base = span.base; base < span.end; base += KEYS, std::swap(now, then)) {
@@ -47,13 +75,11 @@ void attend_with(const Attention<T>& a, const AttentionTask& task, const Attenti
       find_keys(a, *next, following.base, following.end, *then);
     }
     Products::score(s, rows, *now, *then, a.d, wide);
-    for (long r = 0; r < rows; r++) {
-      long position = span.start + r / group;
-      long from = a.window ? std::clamp<long>(position - a.window + 1 - base, 0, KEYS) : 0;
-      Products::softmax(s, r, int(from), int(std::clamp<long>(position + 1 - base, 0, KEYS)), a.scale, wide);
-    }
+    for (long t = 0; t < span.tokens; t++)
+      soften<Products>(a, s, t * group, group, span.start + (span.is_tree ? long(paths[t].size()) - 1 : t), base, wide);
     Products::add_values(s, rows, *now, *then, a.d, wide);
   }
+  for (long t = 0; t < long(paths.size()); t++) attend_path<Products>(a, task, span, t, paths[t], s, wide);
   for (long r = 0; r < rows; r++) {
     T* to = a.out + ((token0 + r / group) * a.heads + task.head * group + r % group) * a.d;
     float inverse = 1.f / lane_sum(16, [&](size_t i) { return s.sum[r * 16 + i]; });

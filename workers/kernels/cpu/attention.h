@@ -23,12 +23,25 @@ template <class T> struct Attention {
   T* out;  // (T, heads, d), dense
   Cache<T> cache;
   const int32_t *query_starts, *context_lens, *tables;
+  const int32_t* parents;  // (T): row of its sequence that each token follows, -1: the first; null: each the one before
   long num_sequences, table_width, heads, kv_heads, d, window;  // window 0: none
   float scale;
 
   long group() const { return heads / kv_heads; }
   long tile_tokens() const { return std::max(1L, TILE_ROWS / group()); }
   long query_len(long s) const { return query_starts[s + 1] - query_starts[s]; }
+  bool is_tree(long s) const {
+    for (long i = 0, n = parents ? query_len(s) : 0; i < n; i++)
+      if (parents[query_starts[s] + i] != i - 1) return true;
+    return false;
+  }
+  // The rows of the sequence from its first to `row`, each the parent of the next.
+  std::vector<int32_t> path_to(long s, int32_t row) const {
+    std::vector<int32_t> path;
+    for (; row >= 0; row = parents[query_starts[s] + row]) path.push_back(row);
+    std::reverse(path.begin(), path.end());
+    return path;
+  }
 };
 struct AttentionTask {
   int sequence, head, first;  // kv head, first token of the query tile
@@ -73,10 +86,16 @@ struct AttentionScratch {
     sum = at, at += rows * 16;  // 16 partial sums a row
     max = at;
   }
+  // The part of `whole` from one row on. element: bytes of a query's and of a weight's.
+  AttentionScratch(const AttentionScratch& whole, long row, long wide, size_t element)
+      : scores(whole.scores + row * KEYS), out(whole.out + row * wide), max(whole.max + row), sum(whole.sum + row * 16), keys(whole.keys),
+        values(whole.values), queries((float*)((char*)whole.queries + size_t(row * wide) * element)),
+        weights((float*)((char*)whole.weights + size_t(row * KEYS) * element)) {}
 };
 
 // ---- float products, any storage ----
 template <class T> struct WideProducts {
+  using Element = float;  // of queries and weights in the scratch
   static void load_query(const T* q, AttentionScratch& s, long row, long d, long wide) {
     load_row(q, s.queries + row * wide, d);
   }

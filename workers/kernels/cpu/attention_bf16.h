@@ -45,6 +45,7 @@ inline __m512 exp2_short(__m512 x) {
 }
 
 struct PairProducts {
+  using Element = bf16;
   static void load_query(const bf16* q, AttentionScratch& s, long row, long d, long wide) {
     memcpy((bf16*)s.queries + row * wide, q, d * 2);
   }

@@ -203,7 +203,7 @@ class StepWalk {
   }
   void attend_all(const LayerWeights& w, long layer) {
     const Attention<bf16> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), at.query_starts.data(), at.context_lens.data(), at.tables.data(),
-                            at.num_sequences, at.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
+                            at.parents, at.num_sequences, at.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
     each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), attention); });
   }
 };
@@ -213,7 +213,7 @@ inline bool run_step(const Model& m, const StepInput& in, const int32_t* message
   StepLayout& at = s.layout;
   if (!at.read(message, ints, {in.block_size, in.num_blocks, m.vocab_size, in.num_positions})) return false;
   s.fit(m, std::max(at.tokens, at.num_logits), threads);
-  const Attention<bf16> shape{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.num_sequences,
+  const Attention<bf16> shape{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.parents, at.num_sequences,
                               at.table_width, m.heads, m.kv_heads, m.d, 0, 0.f};
   const auto tasks = attention_tasks(shape);
   std::unique_ptr<Barrier> together;

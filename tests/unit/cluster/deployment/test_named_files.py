@@ -164,8 +164,8 @@ def test_a_gpus_pool_has_no_such_limit(folder: Path) -> None:
     assert open_model(config, folder)[1] == []
 
 
-def with_draft(folder: Path, draft: Path) -> list[Problem]:
-    speculative = {"method": "draft_model", "model": str(draft)}
+def with_draft(folder: Path, draft: Path, method: str = "draft_model") -> list[Problem]:
+    speculative = {"method": method, "model": str(draft)}
     tree = {"model": {"path": str(folder)}, "pools": {"unified": {"speculative": speculative}}}
     return open_model(parse_config(tree), folder)[1]
 
@@ -182,10 +182,19 @@ def test_a_draft_model_has_to_fit_the_model(folder: Path, tmp_path: Path) -> Non
     assert f"vocab_size is 7, that of {folder} is {config['vocab_size']}" in other.message
 
 
+def test_heads_have_to_fit_the_model(folder: Path, tmp_path: Path) -> None:
+    (absent,) = with_draft(folder, tmp_path / "absent", "medusa")
+    assert absent.path == "pools.unified.speculative.model"
+    assert "no such folder of Medusa heads" in absent.message
+    (other,) = with_draft(folder, folder, "medusa")
+    assert "it must be 'tandem_medusa'" in other.message
+
+
 @pytest.mark.parametrize(
     ("method", "model", "words"),
     [
         ("draft_model", "", "does not go with the method draft_model"),
+        ("medusa", "", "does not go with the method medusa"),
         ("prompt_lookup", "/some/folder", "does not go with the method prompt_lookup"),
     ],
 )

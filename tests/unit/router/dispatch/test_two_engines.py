@@ -21,7 +21,7 @@ from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from workers.data_plane.channel import ClientIdentity
 from workers.data_plane.server import StreamServer
 from workers.data_plane.submit import SubmitClient
-from workers.decoding.drafter import METHODS
+from workers.decoding.drafter import METHODS, MODEL_METHODS
 from workers.engine.engine import Engine
 from workers.engine.exchange import (
     CloseLease,
@@ -241,7 +241,7 @@ def test_a_beam_search_reads_its_prompt_and_goes_on_alone() -> None:
     with_wires(test, p=Role.PREFILL, d=Role.DECODE)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *MODEL_METHODS])
 def test_prompts_are_read_and_their_answers_guessed(method: str) -> None:
     """What guesses leave in blocks is as good as without: the next turn finds them there, or reads them."""
 

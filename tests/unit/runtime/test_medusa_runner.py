@@ -1,0 +1,77 @@
+"""Which rows of a step the heads look at, and when they have nothing to look at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.engine.proposals import HeadTask
+from workers.engine.step import SampleTask, SequenceSlice, StepPlan
+from workers.kernels import TorchKernels
+from workers.model.medusa import MedusaHeads
+from workers.runtime.medusa import MedusaRunner
+from workers.types import SamplingParams
+
+SIZE = 8  # hidden, and tokens that are guessed: 10 times their number
+SAMPLE = SampleTask(
+    params=SamplingParams(max_tokens=9), choice=0, prompt_token_ids=(1, 2, 3), output_token_ids=()
+)
+PLAN = StepPlan(
+    number=7,
+    slices=(
+        SequenceSlice(token_ids=(5, 6, 7), start=0, block_table=(0,), sample=SAMPLE, num_drafts=2),
+        SequenceSlice(token_ids=(5, 6), start=0, block_table=(1,)),
+        SequenceSlice(token_ids=(1, 2, 3), start=0, block_table=(2,), sample=SAMPLE, prompt_targets=(2, 3)),
+    ),
+)
+
+
+@pytest.fixture
+def runner() -> MedusaRunner:
+    """Of two heads: the first says the token of the largest element, the second the one after it."""
+    kernels, one = TorchKernels(), torch.eye(SIZE)
+    heads = MedusaHeads(
+        layers=(kernels.pack_linear(0 * one), kernels.pack_linear(50 * one.roll(1, 0))),
+        vocabulary=kernels.pack_linear(one, None, torch.float32),
+        token_ids=tuple(range(0, 10 * SIZE, 10)),
+    )
+    return MedusaRunner(heads)
+
+
+def rows(*largest: int) -> torch.Tensor:
+    return torch.eye(SIZE)[list(largest)]
+
+
+def test_a_task_names_a_row_by_its_slice(runner: MedusaRunner) -> None:
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))  # three sampled | two scored and one sampled
+    tasks = [HeadTask(0, 0, 2, True), HeadTask(0, 2, 2, True), HeadTask(2, 0, 1, True)]
+    proposals = runner.propose(7, tasks)
+    assert proposals.drafts == [(0, 10), (20, 30), (50,)]
+    assert proposals.parents == [None] * 3
+    assert [each.num_rows for each in proposals.passes] == [3]
+
+
+def test_a_tree_holds_the_likeliest(runner: MedusaRunner) -> None:
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
+    (drafts,), (parents,) = (runner.propose(7, [HeadTask(0, 1, 5)])[place] for place in (0, 2))
+    assert drafts[:2] == (10, 20) and parents is not None and parents[:2] == (-1, 0)
+    assert len(drafts) == len(parents) == 5
+
+
+@pytest.mark.parametrize("task", [HeadTask(3, 0, 1), HeadTask(2, 1, 1)])
+def test_rows_that_are_not_there_give_no_guesses(runner: MedusaRunner, task: HeadTask) -> None:
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
+    assert runner.propose(7, [HeadTask(0, 0, 1), task]).drafts == [(), ()]
+
+
+def test_without_the_states_of_the_last_step_there_are_no_guesses(runner: MedusaRunner) -> None:
+    assert runner.propose(7, [HeadTask(0, 0, 1)]).drafts == [()]
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
+    assert runner.propose(6, [HeadTask(0, 0, 1)]).drafts == [()]
+    runner.keep(PLAN, None)
+    assert runner.propose(7, [HeadTask(0, 0, 1)]).drafts == [()]
+
+
+def test_values_that_are_not_finite_give_no_guesses(runner: MedusaRunner) -> None:
+    runner.keep(PLAN, torch.full((6, SIZE), torch.nan))
+    assert runner.propose(7, [HeadTask(0, 0, 2), HeadTask(0, 1, 2, True)]).drafts == [(), ()]
