@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from router.api.auth import Caller
-from router.api.errors import ApiError, context_length_exceeded, internal_error, invalid, short
+from router.api.errors import ApiError, context_length_exceeded, internal_error, invalid
 from router.api.messages import check_messages
 from router.api.protocol import (
     ChatRequest,
@@ -21,6 +21,7 @@ from router.api.protocol import (
     TokenizeRequest,
 )
 from router.api.structured import asked_grammar
+from router.serving.token_ids import check_ids_of_fields, checked_ids
 from router.serving.truncation import Truncation, cut, turn_ends, without_turns
 from router.serving.work import Endpoint, ModelLimits, Work
 from router.settings import RouterSettings
@@ -146,7 +147,7 @@ class Preparer:
 
     async def text(self, request: DetokenizeRequest, limits: ModelLimits) -> str:
         """The text of /detokenize."""
-        ids = _checked_ids(request.tokens, limits.vocab_size, "tokens")
+        ids = checked_ids(request.tokens, limits.vocab_size, "tokens")
         try:
             return await self._workers.run(
                 lambda: self._tokenizer.decode(ids), self._settings.tokenize_timeout_s
@@ -163,7 +164,7 @@ class Preparer:
         elif isinstance(prompt[0], str | list):
             entries = prompt
         else:
-            return [_checked_ids(prompt, limits.vocab_size, "prompt")]
+            return [checked_ids(prompt, limits.vocab_size, "prompt")]
         if len(entries) > self._settings.max_prompts:
             raise invalid(
                 f"prompt: at most {self._settings.max_prompts} prompts in one request, got {len(entries)}.",
@@ -179,7 +180,7 @@ class Preparer:
                 )
             if not entry:
                 raise invalid(f"{path} is empty.", param=path)
-            prompts.append(entry if isinstance(entry, str) else _checked_ids(entry, limits.vocab_size, path))
+            prompts.append(entry if isinstance(entry, str) else checked_ids(entry, limits.vocab_size, path))
         return prompts
 
     async def _text_ids(
@@ -282,7 +283,7 @@ class Preparer:
         render_s: float = 0.0,
     ) -> Work:
         limits, num_logprobs = arrival.limits, request.num_logprobs
-        _check_ids_of_fields(request, limits.vocab_size)
+        check_ids_of_fields(request, limits.vocab_size)
         if request.min_tokens > min(budgets):
             raise invalid(
                 f"min_tokens ({request.min_tokens}) is above max_tokens ({min(budgets)}).", param="min_tokens"
@@ -362,41 +363,6 @@ def _cut(prompt: list[int], request: GenerationFields, room: int) -> list[int]:
         return prompt
     limit = room if limit == -1 else limit
     return cut(prompt, limit, request.truncation_side or "left") if limit > 0 else prompt
-
-
-def _checked_ids(ids: Sequence[Any], vocab_size: int, path: str) -> list[int]:
-    """Token ids of a request. Raises ApiError 400 naming the first that is none."""
-    # The common case in C, since prompts are long; the loop finds the culprit.
-    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
-        return list(ids)
-    for i, value in enumerate(ids):
-        if type(value) is not int:  # bool is a subclass, and no id
-            raise invalid(
-                f"{path}[{i}] must be a token id, got {short(value)}.",
-                param=f"{path}[{i}]",
-                code="invalid_type",
-            )
-        if not 0 <= value < vocab_size:
-            raise invalid(
-                f"{path}[{i}] is {short(value)}; token ids are 0 to {vocab_size - 1}.", param=f"{path}[{i}]"
-            )
-    raise AssertionError("one of the ids is wrong")
-
-
-def _check_ids_of_fields(request: GenerationFields, vocab_size: int) -> None:
-    _checked_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
-    for key in request.logit_bias:
-        is_plain = key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key
-        if not (is_plain and int(key) < vocab_size):
-            raise invalid(
-                f"logit_bias: {short(key)} is no token id; they are 0 to {vocab_size - 1}.",
-                param="logit_bias",
-            )
-    masked = {int(key) for key, value in request.logit_bias.items() if value == -100}
-    if len(masked) == vocab_size:
-        raise invalid(
-            "logit_bias masks every token of the vocabulary.", param="logit_bias", code="no_allowed_token"
-        )
 
 
 def _too_complex(error: TextTimeout, param: str) -> ApiError:

@@ -4,134 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.toy import VOCAB, Transcript, make_engine, make_request, numbers
+from tests.unit.engine.rising import EOS, Backend, Rising, engine_of, settled, with_grammar
+from tests.unit.engine.toy import Transcript, make_request, numbers
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import MODEL_METHODS
-from workers.engine import masks
-from workers.engine.engine import Engine
-from workers.engine.grammars import COMPILE_TIMEOUT_S, AnswerEnd, GrammarRefused
+from workers.engine.grammars import COMPILE_TIMEOUT_S
 from workers.engine.loop import EngineLoop, StepOutput
-from workers.engine.step import GrammarFailed
 from workers.types import (
     BeamParams,
     BegunChoice,
     FinishReason,
     GenerateRequest,
     Grammar,
-    GrammarKind,
     RequestId,
     RequestRefused,
 )
 
-EOS = 96
 GUESSES = SpeculativeConfig(method="prompt_lookup", max_draft_tokens=4)
-
-
-class Rising:
-    """Tokens of one residue class only, `most` of them. Implements CompiledGrammar and GrammarState."""
-
-    def __init__(self, modulus: int, most: int, end: AnswerEnd | None = None) -> None:
-        self.modulus, self.most, self.end = modulus, most, end
-        self.output: list[int] = []
-        self.rows: list[bytes] = []
-        self.cost_s = 0.0
-        self.given_up = ""
-        self.fails_after: int | None = None
-
-    def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
-        state = Rising(self.modulus, self.most, end)
-        state.fails_after = self.fails_after
-        state.cost_s = self.cost_s
-        if state.num_allowed(output) < len(output):
-            raise GrammarRefused("the tokens do not fit")
-        state.output += output
-        return state
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.output) == self.most
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        room = self.most - len(self.output)
-        good = 0
-        while good < min(room, len(token_ids)) and token_ids[good] % self.modulus == 0:
-            good += 1
-        return good
-
-    def accept(self, token_id: int) -> None:
-        assert self.num_allowed([token_id]) == 1
-        self.output.append(token_id)
-
-    def give_up(self, why: str) -> None:
-        self.given_up = why
-
-    def fill(self, drafts: Sequence[int]) -> None:
-        assert self.num_allowed(drafts) == len(drafts), "drafts were not cut"
-        assert self.end is not None
-        allowed = sum(1 << token for token in range(VOCAB - 1) if token % self.modulus == 0)
-        row = (allowed | sum(1 << token for token in self.end.token_ids)).to_bytes(VOCAB // 8 + 1, "little")
-        self.rows = [row] * (len(drafts) + 1)
-
-    def bits(self, num_drafts: int) -> bytes | None:
-        if self.given_up:
-            raise GrammarFailed(self.given_up)
-        if self.fails_after is not None and len(self.output) >= self.fails_after:
-            raise GrammarFailed("it is spent")
-        return self.rows[num_drafts]
-
-
-class Backend:
-    """Compiles "modulus most"; "bad" is refused, and `gate` holds everything up."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.compiled: list[str] = []
-        self.is_busy = False
-        self.fails_after: int | None = None
-        self.cost_s: dict[str, float] = {}  # of masks
-
-    def compile(self, grammar: Grammar) -> Rising:
-        assert self.gate.wait(20)
-        self.compiled.append(grammar.text)
-        if self.is_busy:
-            raise GrammarRefused("Later.", code="queue_full")
-        if grammar.text == "bad":
-            raise GrammarRefused("it is bad")
-        if grammar.text == "broken":
-            raise ValueError("a bug")
-        modulus, most = map(int, grammar.text.split())
-        rising = Rising(modulus, most)
-        rising.fails_after = self.fails_after
-        rising.cost_s = self.cost_s.get(grammar.text, 0.0)
-        return rising
-
-
-def with_grammar(request: GenerateRequest, text: str) -> GenerateRequest:
-    return replace(request, grammar=Grammar(kind=GrammarKind.REGEX, text=text))
-
-
-def engine_of(backend: Backend | None, **options: object) -> Engine:
-    return make_engine(grammars=backend, eos=(EOS,), **options)[0]  # type: ignore[arg-type]
-
-
-def settled(engine: Engine, transcript: Transcript | None = None, timeout_s: float = 20.0) -> Transcript:
-    """As `run`, with time for the compile threads."""
-    transcript = transcript or Transcript()
-    deadline = time.monotonic() + timeout_s
-    while engine.has_work():
-        assert time.monotonic() < deadline
-        chunks = engine.step()
-        transcript.take(chunks)
-        engine.check_integrity()
-        if not chunks:
-            time.sleep(0.001)
-    return transcript
 
 
 def test_answers_follow_and_end_with_their_grammar() -> None:
@@ -289,84 +182,6 @@ def test_news_of_a_grammar_that_nobody_waits_for_do_not_keep_the_loop_awake() ->
     assert not engine._grammars.has_news
 
 
-class Panics(BaseException):
-    """As those of extensions in Rust."""
-
-
-@pytest.mark.parametrize("where", ["fill", "accept", "num_allowed"])
-@pytest.mark.parametrize("error", [ValueError("a bug"), Panics("at line 1")])
-def test_a_grammar_that_breaks_ends_its_own_request_only(error: BaseException, where: str) -> None:
-    class Broken(Rising):
-        def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
-            return Broken(self.modulus, self.most, end)
-
-        def num_allowed(self, token_ids: Sequence[int]) -> int:
-            self.breaks("num_allowed", 2)
-            return super().num_allowed(token_ids)
-
-        def accept(self, token_id: int) -> None:
-            self.output.append(token_id)
-            self.breaks("accept", 2)
-
-        def fill(self, drafts: Sequence[int]) -> None:
-            self.breaks("fill", 2)
-            super().fill(drafts)
-
-        def breaks(self, place: str, num_output: int) -> None:
-            if place == where and len(self.output) == num_output:
-                raise error
-
-    class BrokenBackend(Backend):
-        def compile(self, grammar: Grammar) -> Rising:
-            return Broken(2, 9) if grammar.text == "broken" else super().compile(grammar)
-
-    guessing = SpeculativeConfig(method="lookahead", max_draft_tokens=2)
-    engine, executor = make_engine(grammars=BrokenBackend(), eos=(EOS,), speculative=guessing)
-    executor.spoil = lambda piece: _failure_of(piece.sample.allowed if piece.sample else None)
-    for name, text in (("a", "2 6"), ("bad", "broken"), ("b", "3 6")):
-        engine.add(with_grammar(make_request(name, numbers(20), 9), text))
-    found = settled(engine)
-    assert found.last["bad", 0].error == f"The grammar of this answer failed ({type(error).__name__})."
-    assert len(found.tokens["bad", 0]) == 2
-    assert found.reason("a") is found.reason("b") is FinishReason.STOP
-
-
-def test_masks_that_take_too_long_end_those_that_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the group, nor what has no grammar or has its mask already."""
-    monkeypatch.setattr(masks, "_MASK_TIMEOUT_S", 0.1)
-    is_slow, gate = threading.Event(), threading.Event()
-
-    class Slow(Rising):
-        def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
-            return Slow(self.modulus, self.most, end)
-
-        def fill(self, drafts: Sequence[int]) -> None:
-            super().fill(drafts)
-            assert not is_slow.is_set() or gate.wait(20)
-
-    class SlowBackend(Backend):
-        def compile(self, grammar: Grammar) -> Rising:
-            return Slow(2, 900) if grammar.text == "slow" else super().compile(grammar)
-
-    engine, executor = make_engine(grammars=SlowBackend(), eos=(EOS,))
-    executor.spoil = lambda piece: _failure_of(piece.sample.allowed if piece.sample else None)
-    found = Transcript()
-    for name, text in (("a", "2 200"), ("slow", "slow"), ("b", "3 200")):  # masks are filled in this order
-        engine.add(with_grammar(make_request(name, numbers(20), 300), text))
-        while (name, 0) not in found.first:
-            found.take(engine.step())
-    engine.add(make_request("free", numbers(9, 1), 9))
-    is_slow.set()
-    while ("slow", 0) not in found.last:
-        found.take(engine.step())
-    gate.set()
-    settled(engine, found)
-    for name in ("slow", "b"):
-        message = found.last[name, 0].error
-        assert message is not None and message.endswith("take too long to compute. Try again later.")
-    assert (len(found.tokens["free", 0]), found.reason("a")) == (9, FinishReason.STOP)
-
-
 def test_waiting_for_a_compile_thread_is_no_compiling() -> None:
     """Others' slow grammars must not look like one's own."""
     gates, now = {text: threading.Event() for text in ("2 3", "3 3", "5 3")}, [0.0]
@@ -394,40 +209,6 @@ def test_waiting_for_a_compile_thread_is_no_compiling() -> None:
     gates["5 3"].set()
     assert len(settled(engine, found).tokens["5 3", 0]) == 3
     gates["3 3"].set()
-
-
-def test_a_grammar_that_cannot_go_on_ends_its_request() -> None:
-    """The others' tokens and its own computed blocks are sound."""
-    backend = Backend()
-    backend.fails_after = 3
-    engine, executor = make_engine(grammars=backend, eos=(EOS,))
-    executor.spoil = lambda piece: _failure_of(piece.sample.allowed if piece.sample else None)
-    engine.add(with_grammar(make_request("a", numbers(20), 9), "2 9"))
-    engine.add(make_request("free", numbers(9, 1), 9))
-    found = settled(engine)
-    assert len(found.tokens["a", 0]) == 3
-    assert (found.last["a", 0].error_code, found.last["a", 0].error) == ("invalid_schema", "it is spent")
-    assert len(found.tokens["free", 0]) == 9
-
-
-def test_costly_masks_do_not_hold_up_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a step's masks have cost enough, the costly ones of others are given up. Cheap ones go first."""
-    monkeypatch.setattr("workers.engine.masks._MAX_STEP_S", 0.0)
-    backend = Backend()
-    backend.cost_s = {"2 5": 0.3, "3 5": 0.001, "5 5": 0.2}
-    engine, executor = make_engine(grammars=backend, eos=(EOS,))
-    executor.spoil = lambda piece: _failure_of(piece.sample.allowed if piece.sample else None)
-    for text in backend.cost_s:
-        engine.add(with_grammar(make_request(text, numbers(20), 5), text))
-    engine.add(make_request("free", numbers(9, 1), 5))
-    found = settled(engine)
-    assert {name: len(found.tokens[name, 0]) for name in ("2 5", "3 5", "5 5", "free")} == {
-        "2 5": 0,
-        "3 5": 5,
-        "5 5": 0,
-        "free": 5,
-    }
-    assert "so costly" in (found.last["2 5", 0].error or "")
 
 
 def test_a_choice_that_another_group_has_begun_goes_on() -> None:
@@ -471,13 +252,3 @@ def settled_tokens(request: GenerateRequest) -> list[int]:
     engine = engine_of(Backend())
     engine.add(request)
     return settled(engine).tokens["a", 0]
-
-
-def _failure_of(allowed: object) -> str | None:
-    bits: Callable[[int], bytes] | None = getattr(allowed, "bits", None)
-    try:
-        if bits is not None:
-            bits(0)
-    except GrammarFailed as error:
-        return str(error)
-    return None
