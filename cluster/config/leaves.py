@@ -69,6 +69,7 @@ RANGES: dict[str, Range] = {
     "router.placement.expected_output_tokens": _COUNT,
     "router.placement.delay_weight": _WEIGHT,
     "router.placement.delay_per_sequence": _WEIGHT,
+    "router.placement.context_weight": _WEIGHT,
     "router.placement.row_share": _WEIGHT,
     "router.placement.interference_weight": _WEIGHT,
     "router.placement.balance_tokens": Range(0, 1_000_000),

@@ -69,7 +69,7 @@ class SlowKernels(TorchKernels):
 class Careless(Decoder):
     """Does not wait for the other ranks."""
 
-    def _meet(self, device: torch.device) -> None:
+    def meet(self, device: torch.device) -> None:
         pass
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-import time
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
+from cluster.cli.serve import serve
 from cluster.cli.services import Services
 from cluster.models.gguf_model import write_folder
 from cluster.running.deployed import DeployedFiles
@@ -28,7 +28,8 @@ from workers.directory.groups import GroupEntry, GroupListing
 class World:
     """What the commands meet."""
 
-    def __init__(self, server: FakeServer, folder: Path) -> None:
+    def __init__(self, server: FakeServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
         self.server = server
         self.folder = folder
         self.launcher = FakeLauncher(ServeApi(server.url), folder)
@@ -55,15 +56,15 @@ class World:
         return GroupListing(directory_id="d", version=1, entries=tuple(self.entries), scaling=self.scaling)
 
     def stop_when_noted(self, number: signal.Signals) -> None:
-        """Send a signal to this process once a `serve` has written its note."""
+        """Send a signal to this process once a `serve` has written its note and said what it has to say."""
+        server: Any = vars(sys.modules[serve.__module__])["_Server"]
+        wait = server._wait
 
-        def send() -> None:
-            deadline = time.monotonic() + 20
-            while self.note.read() is None and time.monotonic() < deadline:
-                time.sleep(0.02)
+        def stop_and_wait(this: object) -> None:
             os.kill(os.getpid(), number)
+            wait(this)
 
-        self.launcher.on_ready = threading.Thread(target=send, daemon=True).start
+        self._monkeypatch.setattr(server, "_wait", stop_and_wait)
 
     def file(self, **changes: Any) -> str:
         """A deployment file for the fake server."""
@@ -93,7 +94,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     for name in ("RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     with FakeServer().running() as server:
-        yield World(server, tmp_path)
+        yield World(server, tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="session")
