@@ -33,7 +33,6 @@ def test_serve_and_deploy_send_the_first_key_of_the_file(world: World, keys_file
     assert world.server.chats  # the first question was answered
     assert KEY not in done.stdout
     assert "authorization: Bearer KEY" in done.stdout and 'api_key="KEY"' in done.stdout
-    world.launcher.on_ready = lambda: None
     assert world.run("deploy", world.file(), "--set", option, "--dashboard", world.server.url).exit_code == 0
     assert world.launcher.headers == [{"authorization": f"Bearer {KEY}"}] * 2
 
