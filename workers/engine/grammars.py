@@ -218,7 +218,10 @@ class Grammars:
         if self._clock() - since_s <= COMPILE_TIMEOUT_S:
             return
         if began_s is not None:
-            raise GrammarRefused(f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile: make it smaller")
+            raise GrammarRefused(
+                f"it is not compiled after {COMPILE_TIMEOUT_S:g} s: make it smaller, or try again later if "
+                "the machine of this worker group is busy"
+            )
         future = self._compiling.get(waiting.grammar)
         if future is None or future.cancel():
             self._compiling.pop(waiting.grammar, None)

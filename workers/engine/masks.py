@@ -48,10 +48,6 @@ class GrammarState(AllowedTokens, Protocol):
         """Of the next `fill`, as far as one can tell; seconds of computing."""
         ...
 
-    def give_up(self, why: str) -> None:
-        """Instead of `fill`: `bits` raises GrammarFailed."""
-        ...
-
     def fill(self, drafts: Sequence[int]) -> None:
         """Finds what `bits` gives out, for the next token and the one after each of the drafts, all of which
         the grammar allows. The state stays where it is."""
@@ -114,8 +110,8 @@ class GrammarCursor:
         return self._state.cost_s
 
     def give_up(self, why: str) -> None:
-        """See GrammarState. In the mask thread."""
-        self._state.give_up(why)
+        """Instead of `fill`, in the mask thread: its request ends, by no fault of its own."""
+        self._failure = GrammarFailed(why, code=TOO_BUSY)
         self._is_filled = True
 
     def fill(self, drafts: Sequence[int]) -> None:
@@ -178,6 +174,9 @@ def _fill(work: Sequence[tuple[GrammarCursor, Sequence[int]]]) -> None:
     began_s = time.thread_time()
     for cursor, drafts in sorted(work, key=lambda each: each[0].cost_s):
         if cursor.cost_s > _CHEAP_S and time.thread_time() - began_s > _MAX_STEP_S:
-            cursor.give_up("too many that are so costly to compute go on at the same time; try again later")
+            cursor.give_up(
+                "Too many answers whose grammars are so costly to compute go on at the same time. Try again "
+                "later."
+            )
         else:
             cursor.fill(drafts)

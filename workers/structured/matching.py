@@ -101,9 +101,6 @@ class LlguidanceState:
         self.cost_s = time.thread_time() - began
         self._spent_s += self.cost_s
 
-    def give_up(self, why: str) -> None:
-        self._failure = why
-
     def bits(self, num_drafts: int) -> bytes | None:
         if self._failure is not None:
             message = f"The answer's grammar cannot go on after {self._num_output} tokens: {self._failure}"

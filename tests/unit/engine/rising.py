@@ -28,7 +28,6 @@ class Rising:
         self.output: list[int] = []
         self.rows: list[bytes] = []
         self.cost_s = 0.0
-        self.given_up = ""
         self.fails_after: int | None = None
 
     def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
@@ -55,9 +54,6 @@ class Rising:
         assert self.num_allowed([token_id]) == 1
         self.output.append(token_id)
 
-    def give_up(self, why: str) -> None:
-        self.given_up = why
-
     def fill(self, drafts: Sequence[int]) -> None:
         assert self.num_allowed(drafts) == len(drafts), "drafts were not cut"
         assert self.end is not None
@@ -66,8 +62,6 @@ class Rising:
         self.rows = [row] * (len(drafts) + 1)
 
     def bits(self, num_drafts: int) -> bytes | None:
-        if self.given_up:
-            raise GrammarFailed(self.given_up)
         if self.fails_after is not None and len(self.output) >= self.fails_after:
             raise GrammarFailed("it is spent")
         return self.rows[num_drafts]

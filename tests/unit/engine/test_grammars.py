@@ -133,6 +133,7 @@ def test_an_overdue_compilation_is_given_up_and_an_abort_forgets_it() -> None:
     found = Transcript()
     found.take(engine.step())
     assert [found.last[name, 0].error_code for name in "abc"] == ["invalid_schema"] * 2 + ["queue_full"]
+    assert "or try again later if the machine" in (found.last["a", 0].error or "")
     assert not engine.has_work() and not engine.has_timers()
     backend.gate.set()
 

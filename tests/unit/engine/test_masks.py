@@ -12,6 +12,7 @@ from tests.unit.engine.toy import Transcript, make_engine, make_request, numbers
 from workers.config import SpeculativeConfig
 from workers.engine import masks
 from workers.engine.grammars import AnswerEnd
+from workers.engine.masks import GrammarCursor
 from workers.engine.step import GrammarFailed
 from workers.types import (
     FinishReason,
@@ -129,6 +130,20 @@ def test_costly_masks_do_not_hold_up_a_step(monkeypatch: pytest.MonkeyPatch) -> 
         "free": 5,
     }
     assert "so costly" in (found.last["2 5", 0].error or "")
+
+
+def test_a_mask_that_is_given_up_for_others_is_no_fault_of_its_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.engine.masks._MAX_STEP_S", 0.0)
+    costly = Rising(2, 9, AnswerEnd(token_ids=(EOS,), min_tokens=0))
+    costly.cost_s = 0.3
+    cursor, filling = GrammarCursor(costly), masks.Masks()
+    filling.fill([(cursor, ())])
+    with pytest.raises(GrammarFailed, match="so costly") as failed:
+        cursor.bits(0)
+    assert failed.value.code == "queue_full"
+    filling.close()
 
 
 def _failure_of(allowed: object) -> str | None:
