@@ -8,13 +8,13 @@ is gone, and the next grammar gets another.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +25,8 @@ _PROGRAM = Path(__file__).with_name("trial_process.py")
 _MAX_CPU_S = 2  # of the process; the system counts whole seconds, so up to one more
 _MAX_MEMORY_BYTES = 512 << 20  # address space, with some 100 MB of Python
 _MAX_WAIT_S = 20.0  # where the machine is so busy that the process hardly runs
+
+_log = logging.getLogger(__name__)
 
 
 class Trials:
@@ -38,8 +40,10 @@ class Trials:
 
     def start(self) -> None:
         """The first process, so that no grammar waits for it."""
-        with suppress(OSError):  # then the first grammar says so
+        try:
             self._idle.append(_Process(self._max_lexer_states))
+        except OSError as error:  # clients hear of it with their grammars
+            _log.warning("no process could be started to compile grammars: %s", error)
 
     def problem_with(self, source: str) -> str:
         """What is wrong with a grammar in llguidance's language; empty when it is good. Blocks. Raises
@@ -47,6 +51,7 @@ class Trials:
         try:
             process = self._take()
         except OSError as error:
+            _log.warning("no process could be started to compile a grammar: %s", error)
             raise GrammarRefused(
                 f"No process could be started to compile this request's grammar ({error}). Try again later.",
                 code=TOO_BUSY,

@@ -51,6 +51,18 @@ def test_a_process_that_has_ended_is_not_used_again() -> None:
     assert trials._idle != [process]
 
 
+def test_a_process_that_cannot_be_started_is_told_to_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("workers.structured.trial.sys.executable", "/nothing/there")
+    trials = Trials(100)
+    trials.start()
+    with pytest.raises(GrammarRefused):
+        trials.problem_with("start: x")
+    assert caplog.text.count("no process could be started to compile") == 2
+    assert caplog.text.count("/nothing/there") == 2
+
+
 def test_a_machine_that_is_too_busy_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = Trials(100)
     trials.start()
