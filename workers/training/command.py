@@ -22,11 +22,26 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the target")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     parser.add_argument("--work", type=Path, help="folder that keeps text and states; default: OUT-work")
-    parser.add_argument("--prompts", type=int, default=520, help="made from templates; a tenth is held out")
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer")
-    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens that guesses are made of")
+    parser.add_argument(
+        "--prompts", type=at_least_one, default=520, help="made from templates; a tenth is held out"
+    )
+    parser.add_argument("--max-tokens", type=at_least_one, default=256, help="longest answer")
+    parser.add_argument(
+        "--vocabulary", type=at_least_one, default=8192, help="tokens that guesses are made of"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=at_least_one, default=os.cpu_count() or 1)
+
+
+def at_least_one(text: str) -> int:
+    """A type of options. Raises ArgumentTypeError."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
 
 
 def run_training(options: argparse.Namespace, work: Callable[[Material, Progress], None]) -> int:

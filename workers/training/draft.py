@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaModel
 from workers.model.checkpoint import Checkpoint
 from workers.progress import Progress
 from workers.training.acceptance import right_from_agreement, walk
-from workers.training.command import add_plan_options, run_training
+from workers.training.command import add_plan_options, at_least_one, run_training
 from workers.training.fit import FitOptions, fit
 from workers.training.loss import distance
 from workers.training.material import Lessons, Material, lessons_of
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     add_plan_options(parser)
     parser.add_argument("--layers", type=int, nargs="+", default=[0], help="of the target, to begin with")
     parser.add_argument("--width", type=int, default=1536, help="feed-forward units of a layer")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=at_least_one, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args(arguments)
     fit_options = FitOptions(
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
         train(draft, material, lessons_of(material), fit_options, progress)
         save(draft, material, options.out)
         progress.end()
-        for part in (Part.HELD_OUT, Part.QUESTIONS):
+        for part in material.evaluated:
             agreement, rates = score(draft, material, part)
             print(
                 f"{part.value}: draft vocabulary has {material.coverage(part):.1%} of the tokens; "

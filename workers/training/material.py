@@ -70,6 +70,11 @@ class Material:
         """Numbers of the texts of a part."""
         return [number for number, text in enumerate(self.texts) if text.part is part]
 
+    @property
+    def evaluated(self) -> list[Part]:
+        """Parts that are not trained on; of few prompts none is held out."""
+        return [part for part in (Part.HELD_OUT, Part.QUESTIONS) if self.of(part)]
+
     def rows_of(self, part: Part) -> torch.Tensor:
         """Rows of the texts of a part."""
         spans = [torch.arange(self.starts[number], self.starts[number + 1]) for number in self.of(part)]

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from workers.progress import Progress
 from workers.training.acceptance import walk
-from workers.training.command import add_plan_options, run_training
+from workers.training.command import add_plan_options, at_least_one, run_training
 from workers.training.fit import FitOptions, fit
 from workers.training.loss import distance
 from workers.training.material import Lessons, Material, lessons_of
@@ -104,7 +104,8 @@ def score(heads: MedusaHeads, material: Material, part: Part) -> MedusaScore:
     return MedusaScore(
         tokens_per_step=[walk(chains, guesses).tokens_per_step for guesses in range(1, num_heads + 1)],
         top_k=[
-            _top_k([answer[: len(answer) - 1 - head, head] for answer in right]) for head in range(num_heads)
+            _top_k([answer[: max(0, len(answer) - 1 - head), head] for answer in right])
+            for head in range(num_heads)
         ],
     )
 
@@ -132,8 +133,8 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 1 with a sentence on stderr. Raises SystemExit(2) for bad options."""
     parser = argparse.ArgumentParser(prog="python -m workers.training.medusa")
     add_plan_options(parser)
-    parser.add_argument("--heads", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--heads", type=at_least_one, default=3)
+    parser.add_argument("--epochs", type=at_least_one, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args(arguments)
     fit_options = FitOptions(
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
         heads = train(material, lessons_of(material), options.heads, fit_options, progress)
         save(heads, material, options.out)
         progress.end()
-        for part in (Part.HELD_OUT, Part.QUESTIONS):
+        for part in material.evaluated:
             found = score(heads, material, part)
             print(f"{part.value}: draft vocabulary has {material.coverage(part):.1%} of the tokens")
             for number, (rate, ranks) in enumerate(zip(found.tokens_per_step, found.top_k, strict=True)):

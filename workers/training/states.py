@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoModel
 
@@ -32,11 +32,8 @@ def read_or_compute_states(
     """(answer tokens of all texts, hidden) in bfloat16: from the file when it belongs to these texts, else
     from the model in `folder`, and then the file has them. Raises OSError and what loading a model raises."""
     key = _digest(texts)
-    if file.exists():
-        with safe_open(file, framework="pt") as stored:
-            if (stored.metadata() or {}).get(_KEY) == key:
-                found: torch.Tensor = stored.get_tensor(_NAME)
-                return found
+    if (found := _stored(file, key)) is not None:
+        return found
     progress.start("loading the target")
     model = AutoModel.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     states = compute_states(model, texts, progress)
@@ -81,6 +78,18 @@ def padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     for number, row in enumerate(rows):
         ids[number, : len(row)] = torch.tensor(row)
     return ids
+
+
+def _stored(file: Path, key: str) -> torch.Tensor | None:
+    """None when there is no file, it belongs to other texts, or its writing was interrupted."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            if (stored.metadata() or {}).get(_KEY) == key:
+                found: torch.Tensor = stored.get_tensor(_NAME)
+                return found
+    except (FileNotFoundError, SafetensorError):
+        pass
+    return None
 
 
 def _ids(text: Text) -> tuple[int, ...]:

@@ -56,16 +56,18 @@ class Text:
 
 
 def read_texts(file: Path, header: Header) -> list[Text]:
-    """Texts that were written, by number; [] when there is no file. A last line that was cut is left out.
+    """Texts that were written, by number; [] when there is no file, or only the beginning of its first line.
+    A last line that was cut is left out.
 
     Raises TextError when the file belongs to another header, OSError."""
     if not file.exists():
         return []
-    first, *lines = file.read_text(encoding="utf-8").split("\n")[:-1] or [""]
-    if first != json.dumps(asdict(header)):
-        raise TextError(
-            f"{file} begins with {first[:200]!r}, not {json.dumps(asdict(header))}: delete it first"
-        )
+    content, expected = file.read_text(encoding="utf-8"), json.dumps(asdict(header))
+    if expected.startswith(content):
+        return []
+    first, *lines = content.split("\n")[:-1] or [content]
+    if first != expected:
+        raise TextError(f"{file} begins with {first[:200]!r}, not {expected}: delete it first")
     return sorted((_parse(line) for line in lines), key=lambda text: text.number)
 
 

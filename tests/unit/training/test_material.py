@@ -29,6 +29,7 @@ def test_rows_and_coverage_of_a_part() -> None:
     assert material.rows_of(Part.HELD_OUT).tolist() == list(range(240, 300))
     assert material.coverage(Part.HELD_OUT) == 1.0
     assert material.rows_of(Part.QUESTIONS).tolist() == []
+    assert material.evaluated == [Part.HELD_OUT]  # nothing is said of a part without texts
 
 
 def test_lessons_are_the_likely_tokens_of_the_target() -> None:

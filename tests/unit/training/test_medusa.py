@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from workers.training.fit import FitOptions
 from workers.training.material import lessons_of
 from workers.training.medusa import MedusaHeads, save, score, train
 from workers.training.prompts import Part
+from workers.training.states import row_starts
 
 OPTIONS = FitOptions(epochs=15, learning_rate=0.03, batch=32, seed=0)
 
@@ -28,6 +31,16 @@ def test_heads_that_know_nothing_guess_the_next_token_again() -> None:
     found = score(MedusaHeads(2, HIDDEN), make_material(), Part.HELD_OUT)
     assert found.tokens_per_step == [1.0, 1.0]
     assert [ranks[0] for ranks in found.top_k] == [0.0, 0.0]
+
+
+def test_an_answer_too_short_for_a_head_says_nothing_of_it() -> None:
+    whole = make_material()
+    texts = [replace(text, answer_ids=text.answer_ids[:2]) for text in whole.texts]
+    states = whole.states.reshape(len(texts), -1, HIDDEN)[:, :2].reshape(-1, HIDDEN)
+    answers = whole.answers.reshape(len(texts), -1)[:, :2].reshape(-1)
+    material = replace(whole, texts=texts, starts=row_starts(texts), states=states, answers=answers)
+    found = score(MedusaHeads(3, HIDDEN), material, Part.HELD_OUT)
+    assert [isnan(ranks[0]) for ranks in found.top_k] == [False, True, True]
 
 
 def test_training_finds_what_the_states_tell(heads: MedusaHeads) -> None:

@@ -39,7 +39,19 @@ def test_a_line_that_was_cut_is_written_again(tmp_path: Path) -> None:
     assert file.read_bytes() == _write(tmp_path / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("content", ["", '{"target_sha'])
+def test_a_file_that_was_only_just_begun_is_begun_again(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text(content)
+    assert read_texts(file, HEADER) == []
+    _drop_cut_line(file)
+    assert file.read_bytes() == b""
+
+
 def test_texts_of_another_model_are_refused(tmp_path: Path) -> None:
     file = _write(tmp_path / "text.jsonl")
     with pytest.raises(TextError, match=r"text\.jsonl begins with .*delete it first"):
         read_texts(file, replace(HEADER, target_sha256="cd"))
+    file.write_text("one line of somebody else's")
+    with pytest.raises(TextError, match=r"begins with .one line of.*delete it first"):
+        read_texts(file, HEADER)
