@@ -1,8 +1,8 @@
 """Threads for rendering and tokenizing, so that neither ever stands on the event loop.
 
 Long calls have all threads but one: a short one never waits for several of them. A call that exceeds its time
-is given up: its thread cannot be stopped, so another takes its place, and the
-old one ends when its call does. All threads are daemons: none keeps the process alive.
+is given up: its thread cannot be stopped, so another takes its place, and the old one ends when its call
+does. All threads are daemons: none keeps the process alive.
 """
 
 from __future__ import annotations
