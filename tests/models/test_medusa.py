@@ -15,8 +15,10 @@ from tests.models.draft_folders import knowing_heads, medusa_heads, random_heads
 from tests.models.engine_groups import GREEDY, Answer, Client, InNoTime, start_group
 from tests.models.served import PROMPTS
 from workers.config import SpeculativeConfig
+from workers.kernels import Quantization, TorchKernels
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
+from workers.model.medusa import load_heads
 from workers.model.medusa_folder import MedusaFolder
 from workers.runtime.launch import LocalGroup
 from workers.types import SamplingParams
@@ -126,6 +128,13 @@ def test_ids_that_are_none_are_refused_at_the_start(
     heads = medusa_heads(tmp_path / "heads", [(torch.zeros(64, 64), torch.zeros(64))], ids=ids)
     with pytest.raises(CheckpointError, match="draft_token_ids must be token ids from 0 to 127 in rising"):
         start_group(family_folder("llama"), 1, speculative=guessing(heads))
+
+
+def test_heads_beyond_their_number_format_are_refused(family_folder: FamilyFolder, tmp_path: Path) -> None:
+    heads = medusa_heads(tmp_path / "heads", [(torch.full((64, 64), 1e6), torch.zeros(64))])
+    folder = MedusaFolder(heads, Checkpoint(family_folder("llama")))
+    with pytest.raises(CheckpointError, match=r"heads\.0: weights from 1e\+06 to 1e\+06 .* use int8"):
+        load_heads(folder, TorchKernels(), torch.float32, torch.device("cpu"), Quantization.INT4)
 
 
 def test_heads_that_are_not_finite_are_refused_at_the_start(

@@ -41,7 +41,7 @@ def load_heads(
     """Reads and packs all of it, with the rows of the model's head that the guessed tokens have.
 
     quantization: as of the model's linear layers. Raises CheckpointError for ids out of order and values that
-    are not finite.
+    are not finite or not in the range of `quantization`.
     """
     with safe_open(str(folder.file), framework="pt", device="cpu") as stored:
         ids: torch.Tensor = stored.get_tensor(DRAFT_TOKEN_IDS).long()
@@ -51,7 +51,10 @@ def load_heads(
             weight, bias = (stored.get_tensor(name).to(device, dtype) for name in head_names(i))
             if not bool(weight.isfinite().all() and bias.isfinite().all()):
                 raise CheckpointError(f"{folder.file}: heads.{i} holds NaN or infinite values")
-            layers.append(kernels.pack_linear(weight, bias, None, quantization))
+            try:
+                layers.append(kernels.pack_linear(weight, bias, None, quantization))
+            except ValueError as error:
+                raise CheckpointError(f"{folder.file}: heads.{i}: {error}") from error
     with WeightReader(folder.model, dtype, device) as reader:
         rows = reader.rows(folder.model.head_name)[ids.to(device)]
     return MedusaHeads(
