@@ -11,6 +11,7 @@ import torch
 from workers.decoding.guess_tree import best_tree
 from workers.engine.proposals import HeadTask, Pass, Proposals
 from workers.engine.step import StepPlan
+from workers.kernels import MAX_LOGIT_ROWS
 from workers.model.medusa import MedusaHeads
 
 _BRANCHES = 4  # tokens of a head that a tree may hold
@@ -42,11 +43,16 @@ class MedusaRunner:
         if len(rows) < len(tasks) or max(rows) >= len(self._hidden):  # slices were computed one by one
             return none
         most = min(self.num_heads, max(task.num_drafts for task in tasks))
-        chances = self._heads.logits(self._hidden[rows], most).log_softmax(-1)  # (tasks, heads, V')
-        best, places = chances.topk(min(_BRANCHES, chances.shape[-1]))
-        ids, values = self._heads.token_ids, best.tolist()
+        ids = self._heads.token_ids
+        places: list[list[list[int]]] = []  # of each task and head, the best first
+        values: list[list[list[float]]] = []
+        for hidden in torch.split(self._hidden[rows], max(1, MAX_LOGIT_ROWS // most)):
+            chances = self._heads.logits(hidden, most).log_softmax(-1)  # (some tasks, heads, V')
+            best = chances.topk(min(_BRANCHES, len(ids)))
+            places += best.indices.tolist()
+            values += best.values.tolist()
         trees = []
-        for task, heads, scores in zip(tasks, places.tolist(), values, strict=True):
+        for task, heads, scores in zip(tasks, places, values, strict=True):
             levels = [
                 [(ids[place], score) for place, score in zip(*pair, strict=True)]
                 for pair in zip(heads, scores, strict=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,6 +58,22 @@ def test_a_tree_holds_the_likeliest(runner: MedusaRunner) -> None:
     (drafts,), (parents,) = (runner.propose(7, [HeadTask(0, 1, 5)])[place] for place in (0, 2))
     assert drafts[:2] == (10, 20) and parents is not None and parents[:2] == (-1, 0)
     assert len(drafts) == len(parents) == 5
+
+
+def test_logits_of_many_rows_are_made_in_parts(runner: MedusaRunner) -> None:
+    sizes: list[int] = []
+    heads = runner._heads
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.shape[0] * x.shape[1])
+        return heads.vocabulary(x)
+
+    runner = MedusaRunner(replace(heads, vocabulary=counted))
+    piece = SequenceSlice(token_ids=(5,), start=0, block_table=(0,), sample=SAMPLE)
+    runner.keep(StepPlan(number=7, slices=(piece,) * 600), torch.eye(SIZE).repeat(75, 1))
+    proposals = runner.propose(7, [HeadTask(index, 0, 2, True) for index in range(600)])
+    assert proposals.drafts == [(10 * (i % SIZE), 10 * ((i + 1) % SIZE)) for i in range(600)]
+    assert sizes == [512, 512, 176]
 
 
 @pytest.mark.parametrize("task", [HeadTask(3, 0, 1), HeadTask(2, 1, 1)])
