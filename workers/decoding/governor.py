@@ -187,8 +187,10 @@ class Governor:
         return False
 
     def observe_tree(self, parents: Sequence[int], last: int) -> None:
-        """Of a tree of guesses those up to the one of number `last` came true; -1: none."""
-        assert self._tree is not None, "guesses are chains"
+        """Of a tree of guesses, which may be a chain, those up to the one of number `last` came true; -1:
+        none. Counts where guesses are made as trees."""
+        if self._tree is None:
+            return
         right = []
         while last >= 0:
             right.append(last)

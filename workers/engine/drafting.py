@@ -23,6 +23,10 @@ from workers.engine.proposals import Proposals
 from workers.engine.sequence import SampledAt, Sequence
 from workers.engine.step import Executor
 
+# Rows of a sequence in a pass that guesses: the newest token, and a right guess before it. A pass with more
+# has read what was missed, once, and does not say how long guesses take.
+_MOST_GUESSING = 2
+
 
 class DraftState:
     """What is known of one sequence's guesses."""
@@ -112,8 +116,10 @@ class Drafting:
             sequence.draft_parents = proposals.parents[index] if drafts and proposals.parents else None
             self._trim(sequence, sequence.num_computed + 1 + len(sequence.drafts))
         self._guessing_s = sum(each.seconds for each in proposals.passes)
+        most_rows = _MOST_GUESSING * sum(length > 0 for length in lengths)
         for num_rows, seconds in proposals.passes:
-            self._governor.observe_pass(num_rows, seconds)
+            if num_rows <= most_rows:
+                self._governor.observe_pass(num_rows, seconds)
 
     def end(self, sequence: Sequence, place: SampledAt, sampled: Sequences[int], num_right: int) -> None:
         """`sampled`: what the model said after its newest token and each of its guesses, of which the first
@@ -122,15 +128,15 @@ class Drafting:
         sequence.sampled_at = place
         if not sequence.drafts:
             return
-        chance, parents = _state(sequence, self._governor.chance).chance, sequence.draft_parents
-        if parents is not None:
-            chance.observe(depth_of(parents), num_right)
-            self._governor.observe_tree(parents, place.row - 1)
-        else:
-            num_checked, num_guessed = len(sequence.drafts), num_right
-            if num_right < num_checked and sampled[num_right] == sequence.drafts[num_right]:
-                num_checked = num_guessed = num_right + 1  # it ended the answer: right, but no computed token
-            chance.observe(num_checked, num_guessed)
+        drafts = sequence.drafts
+        parents = sequence.draft_parents or tuple(range(-1, len(drafts) - 1))
+        num_checked, last_right = depth_of(parents), place.row - 1
+        steps, newest = list(zip(parents, drafts, strict=True)), (last_right, sampled[num_right])
+        if newest in steps:  # it ended the answer: right, but no computed token
+            last_right = steps.index(newest)
+            num_checked = num_right = num_right + 1
+        _state(sequence, self._governor.chance).chance.observe(num_checked, num_right)
+        self._governor.observe_tree(parents, last_right)
         self._guesses.note_checked(sequence, sampled)
         sequence.drafts, sequence.draft_parents = (), None
         self._trim(sequence, sequence.num_computed)

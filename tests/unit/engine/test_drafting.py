@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from tests.unit.engine.toy import VOCAB, ToyExecutor, make_engine, make_request, numbers, reference, run
+from tests.unit.engine.toy_model import ToyHeads
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import METHODS, MODEL_METHODS
 from workers.decoding.prompt_lookup import PromptLookup
 from workers.engine import drafting
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
+from workers.engine.proposals import HeadTask, Proposals
 from workers.engine.step import StepPlan
 from workers.types import FinishReason, RequestId
 
@@ -96,6 +99,46 @@ def test_a_right_guess_that_ends_its_answer_was_right(monkeypatch: pytest.Monkey
     assert engine.stats().accepted_tokens_total > 40
     assert engine._drafting is not None
     assert engine._drafting._governor.chance.value > 0.95
+
+
+def test_a_right_guess_of_a_tree_that_ends_its_answer_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = make_request("a", numbers(9), 40, temperature=1.0)
+    tokens = reference(request)
+    eos = (next(token for place, token in enumerate(tokens) if place > 6 and tokens.index(token) == place),)
+    answer = reference(request, eos=eos)
+    wrong = next(token for token in range(VOCAB) if token not in answer)
+
+    def guess(heads: ToyHeads, task: HeadTask) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The answer, and behind its end wrong ones for the next place."""
+        told = answer[len(heads.seen[task.slice][task.row]) - 9 :][: task.num_drafts]
+        num_wrong = task.num_drafts - len(told)
+        return (*told, *[wrong] * num_wrong), (*range(-1, len(told) - 1), *[-1] * num_wrong)
+
+    monkeypatch.setattr(ToyHeads, "_guess", guess)
+    medusa = SpeculativeConfig(method="medusa", max_draft_tokens=4)
+    engine, _ = make_engine(eos=eos, speculative=medusa, clock=lambda: 0.0)  # rows cost nothing
+    for number in range(20):
+        engine.add(replace(request, request_id=RequestId(f"r{number}")))
+        assert run(engine).last[f"r{number}", 0].stop_token_id == eos[0]
+    assert engine.stats().accepted_tokens_total > 40
+    assert engine._drafting is not None
+    assert engine._drafting._governor.chance.value > 0.95
+
+
+def test_what_becomes_of_chains_of_heads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of all guesses where answers have grammars."""
+
+    def propose(_: ToyHeads, step_number: int, tasks: Sequence[HeadTask]) -> Proposals:
+        return Proposals([(VOCAB - 1,) * task.num_drafts for task in tasks])  # wrong ones
+
+    monkeypatch.setattr(ToyHeads, "propose", propose)
+    medusa = SpeculativeConfig(method="medusa", max_draft_tokens=4)
+    engine, _ = make_engine(speculative=medusa, clock=lambda: 0.0)
+    engine.add(make_request("a", numbers(9), 40, top_k=2))
+    run(engine)
+    assert engine.stats().accepted_tokens_total == 0 < engine.stats().drafted_tokens_total
+    assert engine._drafting is not None and engine._drafting._governor._tree is not None
+    assert engine._drafting._governor._tree.values(1)[0] < 0.1
 
 
 def test_blocks_of_wrong_guesses_are_given_back_at_once() -> None:

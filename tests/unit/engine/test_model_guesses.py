@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, run
@@ -11,6 +13,8 @@ from workers.decoding.drafter import DRAFT_MODEL
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.engine import Engine
+from workers.engine.proposals import DraftTask, Pass, Proposals
+from workers.engine.step import StepPlan
 
 GUESSING = SpeculativeConfig(method=DRAFT_MODEL, max_draft_tokens=4)
 
@@ -66,6 +70,31 @@ def test_what_is_long_is_read_in_parts_and_guessed_from_at_the_end() -> None:
     assert run(engine).tokens["a", 0] == reference(request)
     read = [(task.start, len(task.token_ids), task.num_drafts > 0) for task in draft.tasks[:3]]
     assert read == [(0, 512, False), (512, 512, False), (1024, 1300 + 4 - 1024, True)]
+
+
+def test_what_it_takes_to_read_is_not_what_a_guess_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row takes a millisecond, a step 20: the prompt is read to its end all the same."""
+    now = [0.0]
+    engine, executor = make_engine(num_blocks=256, speculative=GUESSING, clock=lambda: now[0])
+    draft = executor.draft_model
+    assert draft is not None
+    propose = draft.propose
+
+    def pass_time(_: StepPlan) -> None:
+        now[0] += 0.02
+
+    def timed(tasks: Sequence[DraftTask]) -> Proposals:
+        (task,) = tasks
+        passes = [Pass(rows, rows / 1000) for rows in (len(task.token_ids), *[1] * (task.num_drafts - 1))]
+        now[0] += sum(each.seconds for each in passes)
+        return propose(tasks)._replace(passes=passes)
+
+    executor.before_step = pass_time
+    monkeypatch.setattr(draft, "propose", timed)
+    engine.add(make_request("a", numbers(1300), 20, top_k=2))
+    run(engine)
+    assert [task.start for task in draft.tasks[:3]] == [0, 512, 1024]
+    assert engine.stats().accepted_tokens_total > 0
 
 
 def test_nothing_is_guessed_beyond_what_the_draft_model_can_read() -> None:
