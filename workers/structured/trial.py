@@ -24,6 +24,9 @@ from workers.types import TOO_BUSY
 _PROGRAM = Path(__file__).with_name("trial_process.py")
 _MAX_CPU_S = 2  # of the process; the system counts whole seconds, so up to one more
 _MAX_MEMORY_BYTES = 512 << 20  # address space, with some 100 MB of Python
+# Of it, llguidance takes more the longer the chains of rules are. Threads have 8 MB, or 2 where the system
+# sets no limit, and one without stack ends its whole process.
+_MAX_STACK_BYTES = 1 << 20
 _MAX_WAIT_S = 20.0  # where the machine is so busy that the process hardly runs
 
 _log = logging.getLogger(__name__)
@@ -80,7 +83,7 @@ class _Process:
     """One process; it ends when its input does, and so with this one."""
 
     def __init__(self, max_lexer_states: int) -> None:
-        numbers = (_MAX_CPU_S, _MAX_MEMORY_BYTES, max_lexer_states)
+        numbers = (_MAX_CPU_S, _MAX_MEMORY_BYTES, _MAX_STACK_BYTES, max_lexer_states)
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM), *map(str, numbers)],  # -P: no import from its own folder
             stdin=subprocess.PIPE,
@@ -107,6 +110,8 @@ class _Process:
         self.end()
         if self._process.returncode == -signal.SIGXCPU:
             raise GrammarRefused(f"it takes more than {_MAX_CPU_S} s to compile: make it smaller")
+        if self._process.returncode == -signal.SIGSEGV:
+            raise GrammarRefused("its rules are nested too deeply: make it flatter")
         if self._process.returncode == -signal.SIGKILL:  # by the timer below, or by the system
             raise GrammarRefused(
                 "This request's grammar could not be compiled: the machine is too busy. Try again later.",

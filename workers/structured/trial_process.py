@@ -1,10 +1,10 @@
 """The process of `trial`: compiles grammars that may take for ever. It loads nothing of this package.
 
-    python trial_process.py CPU_SECONDS MEMORY_BYTES LEXER_STATES
+    python trial_process.py CPU_SECONDS MEMORY_BYTES STACK_BYTES LEXER_STATES
 
 It writes an empty message once it is ready. Then, until its input ends: a grammar's source comes in, what is
 wrong with it goes out, empty when it is good. A message is four bytes with its length, highest first, and
-UTF-8. A grammar that takes more ends the process, by SIGXCPU or without memory.
+UTF-8. A grammar that takes more ends the process: by SIGXCPU, without memory, or by SIGSEGV, without stack.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from llguidance import LLMatcher, LLParserLimits
 
 def main() -> None:
     """See above."""
-    cpu_s, memory_bytes, max_lexer_states = map(int, sys.argv[1:])
+    cpu_s, memory_bytes, stack_bytes, max_lexer_states = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, stack_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limits = LLParserLimits(max_lexer_states=max_lexer_states, verbose_errors=False)
     _write("")

@@ -39,6 +39,21 @@ def test_one_that_never_ends_is_refused_and_the_next_is_compiled(backend: Llguid
     backend.compile(Grammar(kind=GrammarKind.REGEX, text="[ab]c?"))
 
 
+@pytest.mark.parametrize("letter", ["a", "A"])
+def test_rules_that_leave_no_stack_are_refused_long_before_a_thread_has_none(letter: str) -> None:
+    """Which would end the whole group."""
+    trials = Trials(20_000)
+
+    def chain(length: int) -> str:
+        rules = "".join(f"{letter}{i}: {letter}{i + 1}\n" for i in range(length))
+        return f'%llguidance {{}}\nstart: {letter}0\n{rules}{letter}{length}: "x"\n'
+
+    assert trials.problem_with(chain(100)) == ""
+    with pytest.raises(GrammarRefused, match="nested too deeply") as refused:
+        trials.problem_with(chain(2000))
+    assert refused.value.code == "invalid_schema"
+
+
 def test_a_process_that_has_ended_is_not_used_again() -> None:
     trials = Trials(100)
     good = '%llguidance {}\nstart: "a"'
