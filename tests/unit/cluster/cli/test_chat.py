@@ -245,7 +245,7 @@ def test_at_a_terminal_ctrl_c_stops_only_the_answer(tmp_path: Path) -> None:
             person.type("/stats\n")
             person.wait_for("16 of them cached")
             person.wait_for("> ")
-            time.sleep(0.5)  # a signal between the prompt and readline's wait for keys is heard at the next key
+            time.sleep(0.5)  # between the prompt and readline's wait, a signal waits for the next key
             person.type("\x03")
             person.wait_for("Ctrl-D leaves")
             person.wait_for("> ")
