@@ -17,7 +17,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.proposals import HeadTask, Proposals
 from workers.engine.step import StepPlan
-from workers.types import FinishReason, RequestId
+from workers.types import FinishReason, GenerateRequest, RequestId
 
 ALL = (*METHODS, *MODEL_METHODS)
 CONFIGS = [SpeculativeConfig(method=method, max_draft_tokens=4) for method in ALL]
@@ -80,19 +80,19 @@ def test_an_end_id_inside_the_guesses_ends_the_answer_there() -> None:
     assert transcript.last["a", 0].stop_token_id == 0
 
 
-def test_a_right_guess_that_ends_its_answer_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is thought of guesses does not fall with the end of every answer."""
+def one_that_ends() -> tuple[GenerateRequest, tuple[int, ...], list[int]]:
+    """A request, the end id at which its answer ends, and the answer."""
     request = make_request("a", numbers(9), 40, temperature=1.0)
     tokens = reference(request)
     eos = (next(token for place, token in enumerate(tokens) if place > 6 and tokens.index(token) == place),)
-    answer = reference(request, eos=eos)
+    return request, eos, reference(request, eos=eos)
 
-    class Prophet(PromptLookup):
-        def propose(self, max_tokens: int) -> tuple[int, ...]:
-            return tuple(answer[self.num_tokens - 9 :][:max_tokens])
 
-    monkeypatch.setattr(drafting, "drafter_of", lambda method: Prophet())
-    engine, _ = make_engine(eos=eos, speculative=LOOKUP, clock=lambda: 0.0)  # rows cost nothing
+def check_that_all_were_right(
+    request: GenerateRequest, eos: tuple[int, ...], speculative: SpeculativeConfig
+) -> None:
+    """Asked for again and again, where rows cost nothing."""
+    engine, _ = make_engine(eos=eos, speculative=speculative, clock=lambda: 0.0)
     for number in range(20):
         engine.add(replace(request, request_id=RequestId(f"r{number}")))
         assert run(engine).last[f"r{number}", 0].stop_token_id == eos[0]
@@ -101,11 +101,20 @@ def test_a_right_guess_that_ends_its_answer_was_right(monkeypatch: pytest.Monkey
     assert engine._drafting._governor.chance.value > 0.95
 
 
+def test_a_right_guess_that_ends_its_answer_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is thought of guesses does not fall with the end of every answer."""
+    request, eos, answer = one_that_ends()
+
+    class Prophet(PromptLookup):
+        def propose(self, max_tokens: int) -> tuple[int, ...]:
+            return tuple(answer[self.num_tokens - 9 :][:max_tokens])
+
+    monkeypatch.setattr(drafting, "drafter_of", lambda method: Prophet())
+    check_that_all_were_right(request, eos, LOOKUP)
+
+
 def test_a_right_guess_of_a_tree_that_ends_its_answer_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = make_request("a", numbers(9), 40, temperature=1.0)
-    tokens = reference(request)
-    eos = (next(token for place, token in enumerate(tokens) if place > 6 and tokens.index(token) == place),)
-    answer = reference(request, eos=eos)
+    request, eos, answer = one_that_ends()
     wrong = next(token for token in range(VOCAB) if token not in answer)
 
     def guess(heads: ToyHeads, task: HeadTask) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -116,13 +125,7 @@ def test_a_right_guess_of_a_tree_that_ends_its_answer_was_right(monkeypatch: pyt
 
     monkeypatch.setattr(ToyHeads, "_guess", guess)
     medusa = SpeculativeConfig(method="medusa", max_draft_tokens=4)
-    engine, _ = make_engine(eos=eos, speculative=medusa, clock=lambda: 0.0)  # rows cost nothing
-    for number in range(20):
-        engine.add(replace(request, request_id=RequestId(f"r{number}")))
-        assert run(engine).last[f"r{number}", 0].stop_token_id == eos[0]
-    assert engine.stats().accepted_tokens_total > 40
-    assert engine._drafting is not None
-    assert engine._drafting._governor.chance.value > 0.95
+    check_that_all_were_right(request, eos, medusa)
 
 
 def test_what_becomes_of_chains_of_heads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
