@@ -45,46 +45,6 @@ class WeightNames:
         return name.endswith(self.buffers) if self.buffers else False
 
 
-LLAMA_NAMES = WeightNames(
-    prefix="model.",
-    head="lm_head",
-    embedding="embed_tokens",
-    final_norm="norm",
-    layer="layers.{}.",
-    attention_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    output="self_attn.o_proj",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-    query_norm="self_attn.q_norm",
-    key_norm="self_attn.k_norm",
-    buffers=("rotary_emb.inv_freq",),
-)
-
-GPT2_NAMES = WeightNames(
-    prefix="transformer.",
-    head="lm_head",
-    embedding="wte",
-    positions="wpe",
-    final_norm="ln_f",
-    layer="h.{}.",
-    attention_norm="ln_1",
-    mlp_norm="ln_2",
-    query="attn.c_attn",
-    key="attn.c_attn",
-    value="attn.c_attn",
-    output="attn.c_proj",
-    up="mlp.c_fc",
-    down="mlp.c_proj",
-    inputs_first=True,
-    buffers=("attn.bias", "attn.masked_bias"),
-)
-
-
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model with its shape in the file, head and embedding included."""
     names = spec.weights
