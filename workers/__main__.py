@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("model", help="model folder in Hugging Face layout")
         sub.add_argument("--tp", type=_whole(1), default=1, help="ranks that share the model")
         sub.add_argument("--dtype", default="auto", help="auto (bfloat16), bfloat16 or float32")
-        sub.add_argument("--quantization", default="none", help="of linear weights: none, int8 or int4")
+        sub.add_argument("--quantization", default="auto", help="of linear weights: auto, none, int8, int4")
         sub.add_argument("--device", default="auto", help="auto, cpu or cuda")
         sub.add_argument("--threads", type=_whole(1), help="CPU threads per rank; default: cores / ranks")
         sub.add_argument("--max-model-len", type=_whole(1), help="longest context in tokens")

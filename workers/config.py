@@ -16,7 +16,9 @@ class ModelConfig:
     path: str  # folder in Hugging Face layout
     name: str = ""  # served name; empty: the folder's name
     dtype: str = "auto"  # auto (bfloat16), bfloat16, float32
-    quantization: str = "none"  # of linear weights, made at load: none, int8, int4 (the head: int8)
+    # Of linear weights: auto (as the checkpoint has them: codes of 4 bits stay, all else is in dtype), none
+    # (all in dtype), int8, int4 (the head: int8); what the checkpoint does not have is made at load
+    quantization: str = "auto"
     max_model_len: int | None = None  # longest context; None: what the checkpoint says
 
 

@@ -48,4 +48,13 @@ class KvCacheOrder(Struct, frozen=True, kw_only=True, tag="kv-cache"):
     new_tokens: int = 256
 
 
-Order = CalibrateOrder | SweepOrder | KvCacheOrder
+class QuantizeOrder(Struct, frozen=True, kw_only=True, tag="quantize"):
+    """A model folder with its weights in few bits, and what that costs in quality."""
+
+    model: str  # folder
+    form: str  # int8 or int4
+    out: str  # folder to be made
+    has_report: bool = True  # score a text with both
+
+
+Order = CalibrateOrder | SweepOrder | KvCacheOrder | QuantizeOrder

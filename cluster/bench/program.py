@@ -12,7 +12,8 @@ import msgspec
 
 from cluster.bench.calibrate import calibrate
 from cluster.bench.kv_cache import compare_kv_cache
-from cluster.bench.orders import CalibrateOrder, Order, SweepOrder
+from cluster.bench.orders import CalibrateOrder, Order, QuantizeOrder, SweepOrder
+from cluster.bench.quantize import quantize
 from cluster.bench.sweep import sweep
 from workers.engine.step import GroupFailed
 from workers.model.errors import CheckpointError, TensorParallelError
@@ -46,6 +47,8 @@ def _carry_out(order: Order, report: Callable[[str], None]) -> dict[str, Any]:
         return calibrate(order, report)
     if isinstance(order, SweepOrder):
         return sweep(order, report)
+    if isinstance(order, QuantizeOrder):
+        return quantize(order, report)
     return compare_kv_cache(order, report)
 
 

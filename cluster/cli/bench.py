@@ -16,8 +16,8 @@ from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, O
 from cluster.bench.pool_check import pool_row
 from cluster.bench.report import write_report
 from cluster.cli import bench_tables
+from cluster.cli.folders import folder_of
 from cluster.cli.load import replay, serve
-from cluster.cli.model import folder_of
 from cluster.cli.numbers import whole_number
 from cluster.cli.options import JsonOption, finite
 from cluster.cli.services import Services, services_of
@@ -25,6 +25,8 @@ from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.plan.calibration import keep_calibration
 from cluster.plan.memory import DoesNotFit
+from workers.model.checkpoint import Checkpoint
+from workers.model.errors import CheckpointError
 
 app = typer.Typer(help="Measure this machine, the engine, or a running server.", no_args_is_help=True)
 app.command()(serve)
@@ -40,7 +42,9 @@ ModelArgument = Annotated[
     typer.Argument(metavar="[MODEL]", help="Folder in Hugging Face layout; the embedded model by default."),
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, bfloat16 or float32.")]
-QuantizationOption = Annotated[str, typer.Option("--quantization", help="none, int8 or int4.")]
+QuantizationOption = Annotated[
+    str, typer.Option("--quantization", help="auto (the model's own), none, int8, int4.")
+]
 RanksOption = Annotated[int, typer.Option("--tensor-parallel", min=1, help="Ranks of the group.")]
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--out", metavar="FILE", help="Report as JSON: rows, samples, machine.")
@@ -53,7 +57,7 @@ def calibrate(
     context: typer.Context,
     model: ModelArgument = EMBEDDED_MODEL,
     dtype: DtypeOption = "auto",
-    quantization: QuantizationOption = "none",
+    quantization: QuantizationOption = "auto",
     tensor_parallel: RanksOption = 1,
     seconds: Annotated[
         float, typer.Option("--seconds", callback=finite, min=1, help="Time for measuring.")
@@ -66,7 +70,10 @@ def calibrate(
     with terminal.exit_codes():
         folder = folder_of(terminal, services, model)
         settings = EngineSettings(
-            model=str(folder), dtype=dtype, quantization=quantization, tensor_parallel=tensor_parallel
+            model=str(folder),
+            dtype=dtype,
+            quantization=_form_of(folder, quantization),
+            tensor_parallel=tensor_parallel,
         )
         order = CalibrateOrder(engine=settings, seconds=seconds)
         result = _measured(terminal, services, order, timeout_s=_LOAD_S + _PATIENCE * seconds)
@@ -92,7 +99,7 @@ def sweep(
     output: Annotated[int, typer.Option("--output", min=2, help="New tokens.")] = 256,
     runs: Annotated[int, typer.Option("--runs", min=1)] = 1,
     dtype: DtypeOption = "auto",
-    quantization: QuantizationOption = "none",
+    quantization: QuantizationOption = "auto",
     tensor_parallel: RanksOption = 1,
     out: OutOption = None,
     png: PngOption = None,
@@ -108,7 +115,7 @@ def sweep(
         settings = EngineSettings(
             model=str(folder),
             dtype=dtype,
-            quantization=quantization,
+            quantization=_form_of(folder, quantization),
             tensor_parallel=tensor_parallel,
             max_running=max(sizes),
             max_step_tokens=max(512, *sizes),
@@ -147,6 +154,16 @@ def check_can_draw(png: Path | None) -> None:
     """Before anything is measured. Raises CommandFailed."""
     if png is not None and find_spec("matplotlib") is None:
         raise CommandFailed("--png needs matplotlib: pip install 'tandem[bench]'")
+
+
+def _form_of(folder: Path, quantization: str) -> str:
+    """`--quantization` without `auto`. Raises CommandFailed for a folder that cannot be opened."""
+    if quantization != "auto":
+        return quantization
+    try:
+        return Checkpoint(folder).nearest_quantization(quantization)
+    except CheckpointError as error:
+        raise CommandFailed(str(error)) from error
 
 
 def _finish(

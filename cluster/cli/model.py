@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from cluster.cli.folders import embedded_folder, folder_of
 from cluster.cli.options import JsonOption
-from cluster.cli.services import Services, services_of
-from cluster.cli.terminal import Phases, Terminal
+from cluster.cli.quantize import quantize
+from cluster.cli.services import services_of
+from cluster.cli.terminal import Terminal
 from cluster.config.problems import ConfigError, Problem
-from cluster.config.tree import EMBEDDED_MODEL
-from cluster.models.embedded import SMOLLM2, EmbeddedModelError, canonical_path, model_folder
+from cluster.models.embedded import SMOLLM2
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
 from workers.model.spec import legal_tensor_parallel
@@ -25,6 +25,7 @@ NameArgument = Annotated[
 ]
 
 app = typer.Typer(help="The embedded model and model folders.", no_args_is_help=True)
+app.command()(quantize)
 
 
 @app.command()
@@ -32,7 +33,7 @@ def fetch(context: typer.Context, as_json: JsonOption = False) -> None:
     """Convert the embedded model into the cache, or check the hashes of what is there."""
     terminal = Terminal(as_json=as_json, progress_to_stderr=as_json)
     with terminal.exit_codes():
-        folder = _ensured(terminal, services_of(context))
+        folder = embedded_folder(terminal, services_of(context))
         if as_json:
             terminal.emit(name=SMOLLM2.name, folder=str(folder))
         else:
@@ -93,18 +94,3 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "tensor_parallel_sizes": legal_tensor_parallel(spec),
         "model_hash": checkpoint.model_hash(),
     }
-
-
-def folder_of(terminal: Terminal, services: Services, name: str) -> Path:
-    """Folder of the model that a person names; the embedded one is converted first when needed. Raises
-    ConfigError and EmbeddedModelError."""
-    try:
-        folder = model_folder(name)
-    except EmbeddedModelError as error:
-        raise ConfigError([Problem(path="", message=str(error))]) from error
-    return _ensured(terminal, services) if canonical_path(name) == EMBEDDED_MODEL else folder
-
-
-def _ensured(terminal: Terminal, services: Services) -> Path:
-    with Phases(terminal) as phases:
-        return services.ensure_model(phases.start)

@@ -53,7 +53,9 @@ def plan(
         int | None, typer.Option("--tensor-parallel", min=1, help="Ranks of a group; chosen by default.")
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
-    quantization: Annotated[str, typer.Option("--quantization", help="none, int8 or int4.")] = "none",
+    quantization: Annotated[
+        str, typer.Option("--quantization", help="auto (the model's own), none, int8 or int4.")
+    ] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", min=1, max=_most("cache.block_size"))] = 16,
     max_running: Annotated[
         int, typer.Option("--max-running", min=1, max=_most("schedule.max_running"))
@@ -105,7 +107,7 @@ def plan(
             shape = Shape(
                 context=context,
                 dtype=dtype,
-                quantization=quantization,
+                quantization=found.quantization(quantization),
                 cache=CacheConfig(block_size=block_size),
                 schedule=ScheduleConfig(max_running=max_running, max_step_tokens=step_tokens),
             )
@@ -143,7 +145,7 @@ def _check_shape(model: PlannedModel, shape: Shape) -> None:
         raise CommandFailed(f"--context {shape.context}: {model.name} allows at most {most}")
     for option, value, legal in (
         ("--dtype", shape.dtype, ("bfloat16", "float32")),
-        ("--quantization", shape.quantization, ("none", "int8", "int4")),
+        ("--quantization", shape.quantization, ("auto", "none", "int8", "int4")),
     ):
         if value not in legal:
             raise CommandFailed(f"{option} {value!r}: it is one of {', '.join(legal)}")

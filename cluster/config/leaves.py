@@ -119,7 +119,7 @@ RANGES: dict[str, Range] = {
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "bfloat16", "float32"),
-    "model.quantization": ("none", "int8", "int4"),
+    "model.quantization": ("auto", "none", "int8", "int4"),
     "pools.*.speculative.method": ("none", *METHODS, *MODEL_METHODS),
     "pools.*.transfer.transport": ("auto", "memory", "process_group", "sockets"),
 }

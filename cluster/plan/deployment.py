@@ -34,8 +34,7 @@ def deployment_text(
     model: dict[str, Any] = {"path": model_path, "max_model_len": shape.context}
     if shape.dtype != "bfloat16":
         model["dtype"] = shape.dtype
-    if shape.quantization != "none":
-        model["quantization"] = shape.quantization
+    model["quantization"] = shape.quantization  # said even where it is none: a checkpoint may have its own
     application["args"] = {
         "model": model,
         "pools": {

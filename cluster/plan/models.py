@@ -73,6 +73,12 @@ class PlannedModel:
     def num_parameters(self) -> int:
         return num_parameters(self.spec, is_tied=self.is_tied)
 
+    def quantization(self, setting: str) -> str:
+        """`model.quantization` without `auto`."""
+        if self.checkpoint is None:
+            return "none" if setting == "auto" else setting
+        return self.checkpoint.nearest_quantization(setting)
+
     def model_hash(self, quantization: str) -> str | None:
         """Under which a calibration is kept; None without weights."""
         return None if self.checkpoint is None else self.checkpoint.model_hash(quantization)

@@ -8,7 +8,7 @@ from workers.kernels.draw import NOT_FINITE, Draw
 from workers.kernels.interface import Drawn, FusedStep, Kernels, PackedLinear, StepLayer, StepModel, Turn
 from workers.kernels.library import Library
 from workers.kernels.memory import KeptRows
-from workers.kernels.quantized import Quantization
+from workers.kernels.quantized import Quantization, QuantizedWeight
 from workers.kernels.reference import TorchKernels
 from workers.kernels.step_message import (
     MAX_LOGIT_ROWS,
@@ -35,6 +35,7 @@ __all__ = [
     "Library",
     "PackedLinear",
     "Quantization",
+    "QuantizedWeight",
     "SharedCollective",
     "StepArrays",
     "StepBatch",

@@ -18,7 +18,7 @@ import torch
 from workers.kernels.batch import StepBatch
 from workers.kernels.collective import SharedCollective
 from workers.kernels.draw import Draw
-from workers.kernels.quantized import Quantization
+from workers.kernels.quantized import Quantization, QuantizedWeight
 from workers.kernels.step_message import StepMessage
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, both (positions, half) float32
@@ -174,6 +174,19 @@ class Kernels(Protocol):
         quantization: the result is a product with `quantize(weight, quantization).values()`; kernels may
         round the inputs to 8 bits as well, every row for itself. Raises ValueError where the weight does
         not fit that form.
+        """
+        ...
+
+    def pack_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
+        """As `pack_linear` for a weight that is quantized already: its codes stay as they are.
+
+        dtype: of the inputs, and of the result unless out_dtype says another.
         """
         ...
 

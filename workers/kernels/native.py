@@ -16,7 +16,7 @@ from workers.kernels.library import DTYPES, Library
 from workers.kernels.memory import HugeMemory
 from workers.kernels.packed import can_pack, dense_rows, pack
 from workers.kernels.packed_quantized import can_pack_quantized, pack_quantized
-from workers.kernels.quantized import Quantization, quantize
+from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
 from workers.kernels.reference import TorchKernels
 
 
@@ -192,16 +192,24 @@ class CpuKernels:
         out_dtype: torch.dtype | None = None,
         quantization: Quantization = Quantization.NONE,
     ) -> PackedLinear:
-        out_dtype = out_dtype or weight.dtype
-        packs = out_dtype in DTYPES
         if quantization is not Quantization.NONE:
-            quantized = quantize(weight, quantization)
-            if packs and can_pack_quantized(self._library, weight):
-                return pack_quantized(self._library, self._memory, quantized, bias, out_dtype)
-            weight = quantized.values().to(weight.dtype)
-        if packs and can_pack(self._library, weight):
+            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
+        out_dtype = out_dtype or weight.dtype
+        if out_dtype in DTYPES and can_pack(self._library, weight.shape, weight.dtype):
             return pack(self._library, self._memory, weight, bias, out_dtype)
         return self._torch.pack_linear(weight, bias, out_dtype)
+
+    def pack_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
+        out_dtype = out_dtype or dtype
+        if out_dtype in DTYPES and can_pack_quantized(self._library, weight.codes.shape, dtype):
+            return pack_quantized(self._library, self._memory, weight, bias, out_dtype)
+        return self.pack_linear(weight.values().to(dtype), bias, out_dtype)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return NativeStep(self._library, model) if can_fuse(self._library, model, self._dtype) else None

@@ -74,12 +74,12 @@ class NativeLinear:
         return out
 
 
-def can_pack(library: Library, weight: torch.Tensor) -> bool:
-    """Whether this CPU and this weight (out, in) suit the packed form: products take inputs in pairs."""
-    out_features, in_features = weight.shape
+def can_pack(library: Library, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether this CPU and a weight (out, in) suit the packed form: products take inputs in pairs."""
+    out_features, in_features = shape
     return (
         library.has_linear
-        and weight.dtype == torch.bfloat16
+        and dtype == torch.bfloat16
         and out_features > 0
         and in_features > 0
         and in_features % 2 == 0

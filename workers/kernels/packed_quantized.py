@@ -17,9 +17,9 @@ from workers.kernels.quantized import Quantization, QuantizedWeight
 FORMATS = {Quantization.INT8: WeightFormat.INT8, Quantization.INT4: WeightFormat.INT4}
 
 
-def can_pack_quantized(library: Library, weight: torch.Tensor) -> bool:
-    """Whether this CPU and this weight (out, in) suit the packed forms."""
-    return library.has_quantized and can_pack(library, weight)
+def can_pack_quantized(library: Library, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether this CPU and a weight (out, in) for inputs of `dtype` suit the packed forms."""
+    return library.has_quantized and can_pack(library, shape, dtype)
 
 
 def pack_quantized(

@@ -11,6 +11,7 @@ Rounding is to nearest, half to even. Every kernel set computes with these same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,9 +25,10 @@ _CHUNK = 1 << 15  # elements quantized at once: they stay in the second-level ca
 class Quantization(Enum):
     """Storage of the weights of linear layers."""
 
-    NONE = "none"  # as the checkpoint's, in the model's dtype
+    NONE = "none"  # in the model's dtype
     INT8 = "int8"
     INT4 = "int4"
+    AUTO = "auto"  # each matrix as the checkpoint stores it; a choice for loading, not a form of its own
 
     @property
     def of_head(self) -> Quantization:
@@ -46,6 +48,11 @@ class QuantizedWeight:
     def quantization(self) -> Quantization:
         return Quantization.INT8 if self.minima is None else Quantization.INT4
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same there."""
+        minima = None if self.minima is None else self.minima.to(device)
+        return QuantizedWeight(codes=self.codes.to(device), scales=self.scales.to(device), minima=minima)
+
     def values(self) -> torch.Tensor:
         """The weights that the codes stand for: (out, in) float32."""
         if self.minima is None:
@@ -56,20 +63,25 @@ class QuantizedWeight:
         return values.flatten(1)[:, :in_features]
 
 
-def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Quantizes weight (out, in), any float dtype, all finite. On its own device.
-
-    Raises ValueError where INT4 cannot hold it: a weight beyond the range of half precision.
-    """
-    assert quantization is not Quantization.NONE, "nothing to quantize to"
-    rows = max(1, _CHUNK // max(1, weight.shape[1]))
-    parts = [_QUANTIZERS[quantization](part.float()) for part in torch.split(weight, rows)]
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Matrices of one form with equal inputs, one below the other."""
     minima = [part.minima for part in parts if part.minima is not None]
+    assert len(minima) in (0, len(parts)), "parts of different forms"
     return QuantizedWeight(
         codes=torch.cat([part.codes for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         minima=torch.cat(minima) if minima else None,
     )
+
+
+def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
+    """Quantizes weight (out, in), any float dtype, all finite. On its own device.
+
+    Raises ValueError where INT4 cannot hold it: a weight beyond the range of half precision.
+    """
+    assert quantization in _QUANTIZERS, f"nothing to quantize to: {quantization}"
+    rows = max(1, _CHUNK // max(1, weight.shape[1]))
+    return stack([_QUANTIZERS[quantization](part.float()) for part in torch.split(weight, rows)])
 
 
 def _int8(weight: torch.Tensor) -> QuantizedWeight:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import NOT_FINITE, Draw, draw_ids
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
-from workers.kernels.quantized import Quantization, quantize
+from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
 
 MAX_SCORES = 1 << 26  # elements of one padded score tensor; more sequences are taken in turn
 
@@ -121,10 +121,18 @@ class TorchKernels:
         out_dtype: torch.dtype | None = None,
         quantization: Quantization = Quantization.NONE,
     ) -> PackedLinear:
-        out_dtype = out_dtype or weight.dtype
         if quantization is not Quantization.NONE:
-            weight = quantize(weight, quantization).values().to(weight.dtype)
-        return TorchLinear(weight, bias, out_dtype)
+            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
+        return TorchLinear(weight, bias, out_dtype or weight.dtype)
+
+    def pack_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
+        return TorchLinear(weight.values().to(dtype), bias, out_dtype or dtype)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return None

@@ -16,13 +16,15 @@ from workers.model.architecture import ModelSpec
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
 from workers.model.files import read_json, read_weight_headers
+from workers.model.formats.declared import layout_from_config
+from workers.model.formats.expected import expected_parts, problem_with, stem_in
+from workers.model.formats.layouts import Entries, Kept, Layout
 from workers.model.lending import DRAFT_TOKEN_IDS, lent_tensors, problem_with_ids
 from workers.model.names import WeightNames, expected_tensors
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
 from workers.model.spec import spec_from_config
 
 _log = logging.getLogger(__name__)
-FLOATS = ("F32", "F16", "BF16")  # that weights may be stored in
 _MAX_TOKEN_ID = (1 << 31) - 1
 _SAMPLES, _SAMPLE_BYTES = 4, 4096  # of a tensor, for model_hash
 
@@ -51,6 +53,7 @@ class Checkpoint:
         if self.config.get("auto_map") is not None:
             _log.warning("%s: auto_map is ignored; code from a model folder never runs", self.folder)
         self.spec: ModelSpec = spec_from_config(self.config)
+        self.layout: Layout | None = layout_from_config(self.config)
         self.generation_config = (
             read_json(self.folder, "generation_config.json")
             if (self.folder / "generation_config.json").exists()
@@ -62,6 +65,7 @@ class Checkpoint:
         self.has_draft_token_ids = lender is not None and DRAFT_TOKEN_IDS in own
         lent = {} if lender is None else lent_tensors(self.folder, self.spec, own, lender)
         self.tensors: Mapping[str, StoredTensor] = {**own, **lent}
+        self.entries: Entries = {name: stored.entry for name, stored in self.tensors.items()}
         self.prefix = self._stored_prefix()
         self.is_tied, self.embedding_name, self.head_name = self._head_and_embedding()
         self._check_tensors()
@@ -79,7 +83,48 @@ class Checkpoint:
         """Size of all tensor files."""
         return sum(header.file_bytes for header in self._headers)
 
-    def model_hash(self, quantization: str = "none") -> str:
+    @property
+    def kept(self) -> Kept | None:
+        """The forms in which `quantization: auto` holds the weights, as the files have them; None: plain."""
+        return None if self.layout is None else self.layout.kept
+
+    def quantization(self, setting: str) -> str:
+        """`ModelConfig.quantization` for this checkpoint: `auto` is `none` where nothing is in few bits."""
+        return "none" if setting == "auto" and self.kept is None else setting
+
+    def nearest_quantization(self, setting: str) -> str:
+        """`ModelConfig.quantization` as one form of all layers: for counting bytes, and for measuring."""
+        if setting != "auto":
+            return setting
+        return "none" if self.kept is None else self.kept.layers
+
+    def stem(self, name: str) -> str | None:
+        """Of a matrix that a plain checkpoint has as `name`, where this one stores it in few bits."""
+        return stem_in(name, self.layout, self.entries)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors of a plain checkpoint, by their names in the files."""
+        return {self.stored_name(name): shape for name, shape in expected_tensors(self.spec).items()}
+
+    def is_of_layer(self, name: str) -> bool:
+        """Whether a tensor, by its name in the files, belongs to one of the layers."""
+        names = self.spec.weights
+        return name.startswith(self.stored_name(names.prefix + names.layer.partition("{")[0]))
+
+    def is_inputs_first(self, name: str) -> bool:
+        """A matrix that lies as (inputs, outputs) where it is plain."""
+        return self.spec.weights.inputs_first and self.is_of_layer(name)
+
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """(outputs, inputs) of a matrix, by its name in the files."""
+        first, second = self.shapes()[name]
+        return (second, first) if self.is_inputs_first(name) else (first, second)
+
+    def is_idle(self, name: str) -> bool:
+        """A tensor without effect: old buffers, scales of activations, biases of zero that belong to none."""
+        return name not in self._expected and name != DRAFT_TOKEN_IDS
+
+    def model_hash(self, quantization: str = "auto") -> str:
         """Digest of config, tensor headers, file sizes, and four samples of up to 4 KiB of every tensor, from
         its begin to its end. Reads a few MB, so it is quick for a model of any size. Another one for each
         form of quantized weights (`ModelConfig.quantization`): their keys and values differ.
@@ -97,8 +142,8 @@ class Checkpoint:
                     for part in range(_SAMPLES):
                         stream.seek(entry.start + (last - entry.start) * part // (_SAMPLES - 1))
                         digest.update(stream.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
-        if quantization != "none":
-            digest.update(quantization.encode())
+        if (form := self.quantization(quantization)) != "none":
+            digest.update(form.encode())
         return digest.hexdigest()
 
     def content_hash(self) -> str:
@@ -146,6 +191,8 @@ class Checkpoint:
         head = f"{names.head}.weight"
         if not self.spec.tie_word_embeddings:
             return False, embedding, head
+        if self.stem(head) is not None:  # a copy of its own, in few bits
+            return False, embedding, head
         if head not in self.tensors:
             return True, embedding, embedding
         if embedding not in self.tensors:
@@ -172,36 +219,42 @@ class Checkpoint:
 
     def _check_tensors(self) -> None:
         """Compares what the files hold with what the config needs; all differences in one message."""
-        wanted = {self.stored_name(name): shape for name, shape in expected_tensors(self.spec).items()}
+        wanted = self.shapes()
         if self.is_tied:
             names = self.spec.weights
             tied = {f"{self.prefix}{names.embedding}.weight", f"{names.head}.weight"}
             for name in tied - {self.embedding_name, *self.tensors}:
                 wanted.pop(name)
-        problems = []
-        for name, shape in wanted.items():
-            stored = self.tensors.get(name)
-            if stored is None:
-                problems.append(f"missing {name} {list(shape)}")
-            elif stored.entry.shape != shape:
-                problems.append(
-                    f"{name} has shape {list(stored.entry.shape)}, the config needs {list(shape)}"
-                )
-            elif stored.entry.dtype not in FLOATS:
-                problems.append(f"{name} has dtype {stored.entry.dtype}, supported are {', '.join(FLOATS)}")
+        parts = expected_parts(wanted, self.layout, self.entries, self.is_inputs_first)
+        found = (problem_with(name, part, self.entries.get(name)) for name, part in parts.items())
+        problems = [problem for problem in found if problem is not None]
         if self.has_draft_token_ids and (
             problem := problem_with_ids(self.tensors[DRAFT_TOKEN_IDS].entry, self.vocab_size)
         ):
             problems.append(problem)
+        self._expected = frozenset(parts)
         beside = {DRAFT_TOKEN_IDS} if self.has_draft_token_ids else set()
         for name in self.tensors:
-            if name not in wanted and name not in beside and not self.spec.weights.is_buffer(name):
+            if name not in parts and name not in beside and not self._may_be_idle(name):
                 problems.append(f"not part of this model: {name}")
         if problems:
             raise CheckpointError(
                 f"{self.folder}: {len(problems)} differences between config.json and the weight files:\n  "
                 + "\n  ".join(problems)
             )
+
+    def _may_be_idle(self, name: str) -> bool:
+        """A tensor without effect: old buffers, scales of activations, and the biases of zero that AutoGPTQ
+        writes for every matrix."""
+        if self.spec.weights.is_buffer(name) or (self.layout is not None and self.layout.is_ignored(name)):
+            return True
+        stem = name.removesuffix(".bias")
+        if stem == name or self.stem(f"{stem}.weight") is None:
+            return False
+        stored = self.tensors[name]
+        with stored.file.open("rb") as stream:
+            stream.seek(stored.entry.start)
+            return not any(stream.read(stored.entry.stop - stored.entry.start))
 
 
 def _collect(headers: list[SafetensorsHeader]) -> dict[str, StoredTensor]:

@@ -46,6 +46,11 @@ def lent_tensors(
     if embedding not in own and not has_tie:
         found[embedding] = lender.tensors[lender.embedding_name]
     if head not in own and not has_tie:
+        if lender.head_name not in lender.tensors:
+            raise CheckpointError(
+                f"{folder} has no {head}, and that of {lender.folder} is stored in few bits, which is not "
+                f"lent: a draft model needs {head} of its own there"
+            )
         found[head] = lender.tensors[lender.head_name]
     if norm not in own and spec.norm is lender.spec.norm:
         their_norm = lender.stored_name(f"{theirs.prefix}{theirs.final_norm}.weight")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
-from workers.kernels import Kernels, PackedLinear, Quantization
+from workers.kernels import Kernels, PackedLinear, Quantization, QuantizedWeight
+from workers.kernels.quantized import stack
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
 from workers.model.layers import DecoderWeights, Layer, Norm
@@ -19,6 +22,8 @@ from workers.model.rotary import Rotary
 from workers.model.spec import check_tensor_parallel
 from workers.model.weights import WeightReader
 
+_log = logging.getLogger(__name__)
+
 
 def load_weights(
     checkpoint: Checkpoint,
@@ -31,7 +36,13 @@ def load_weights(
     """Reads and packs the weights of one rank. Errors as in `workers.model.decoder.load_decoder`."""
     check_tensor_parallel(checkpoint.spec, parallel.size)
     with WeightReader(checkpoint, dtype, device) as reader:
-        return _Loader(checkpoint, reader, kernels, parallel, quantization).load(device)
+        weights = _Loader(checkpoint, reader, kernels, parallel, quantization, dtype).load(device)
+    if reader.num_not_kept:
+        _log.warning(
+            "%s: %d matrices of rank %d are held in %s: their groups of inputs fit no form of few bits there",
+            *(checkpoint.folder, reader.num_not_kept, parallel.rank, str(dtype).removeprefix("torch.")),
+        )
+    return weights
 
 
 class _Loader:
@@ -44,6 +55,7 @@ class _Loader:
         kernels: Kernels,
         parallel: TensorParallel,
         quantization: Quantization,
+        dtype: torch.dtype,
     ) -> None:
         spec = checkpoint.spec
         self._checkpoint = checkpoint
@@ -52,6 +64,7 @@ class _Loader:
         self._kernels = kernels
         self._parallel = parallel
         self._quantization = quantization
+        self._dtype = dtype
         rank, size = parallel.rank, parallel.size
         self._q_span = _scaled(spec.q_heads_of_rank(rank, size), spec.head_dim)
         self._kv_span = _scaled(spec.kv_heads_of_rank(rank, size), spec.head_dim)
@@ -65,23 +78,23 @@ class _Loader:
         if spec.learned_positions:
             positions = self._reader.rows(checkpoint.stored_name(f"{names.prefix}{names.positions}.weight"))
         embedding = self._reader.rows(checkpoint.embedding_name, self._vocab_span)
-        head = embedding if checkpoint.is_tied else self._reader.rows(checkpoint.head_name, self._vocab_span)
+        head = embedding if checkpoint.is_tied else self._head()
         widths, head_ids = [len(spec.vocab_of_rank(rank, size)) for rank in range(size)], None
         if checkpoint.has_draft_token_ids:
             assert size == 1, "a draft model is not split"
             chosen = self._reader.token_ids(DRAFT_TOKEN_IDS)
-            head, widths, head_ids = head[chosen.to(device)], [len(chosen)], tuple(chosen.tolist())
+            values = head.values().to(self._dtype) if isinstance(head, QuantizedWeight) else head
+            head, widths, head_ids = values[chosen.to(device)], [len(chosen)], tuple(chosen.tolist())
+        # Before the layers: nothing but its packed form is kept of a head of its own.
+        packed_head = self._pack(checkpoint.head_name, head, None, self._quantization.of_head, torch.float32)
+        del head
         return DecoderWeights(
             embedding=VocabParallelEmbedding(embedding, self._vocab_span, self._parallel),
             positions=positions,
             rotary=Rotary(spec.rotary, device) if spec.rotary is not None else None,
             layers=tuple(self._layer(index) for index in range(spec.num_layers)),
             final_norm=self._norm(f"{names.prefix}{names.final_norm}"),
-            head=VocabParallelHead(
-                self._pack(checkpoint.head_name, head, None, self._quantization.of_head, torch.float32),
-                tuple(widths),
-                self._parallel,
-            ),
+            head=VocabParallelHead(packed_head, tuple(widths), self._parallel),
             head_ids=head_ids,
         )
 
@@ -130,7 +143,8 @@ class _Loader:
     def _column_parallel(self, parts: list[tuple[str, list[range]]], has_bias: bool) -> PackedLinear:
         """Some outputs of some matrices with equal inputs, one below the other."""
         matrices = [self._matrix(name, outputs=spans) for name, spans in parts]
-        weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        weight = _stacked(matrices, self._dtype)
+        del matrices  # of several, `weight` is a copy
         bias = None
         if has_bias:
             bias = torch.cat([self._vector(f"{name}.bias", spans) for name, spans in parts])
@@ -142,17 +156,24 @@ class _Loader:
         packed = self._pack(name, self._matrix(name, inputs=inputs), bias, self._quantization)
         return RowParallelLinear(packed, self._parallel)
 
+    def _head(self) -> torch.Tensor | QuantizedWeight:
+        name, rows = self._checkpoint.head_name, self._vocab_span
+        return self._kept(name, [rows], None, self._quantization.of_head) or self._reader.rows(name, rows)
+
     def _pack(
         self,
         name: str,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         quantization: Quantization,
         out_dtype: torch.dtype | None = None,
     ) -> PackedLinear:
         """The layer of one weight. Quantized, its groups of inputs start where this rank's inputs start."""
+        if isinstance(weight, QuantizedWeight):
+            return self._kernels.pack_quantized(weight, bias, self._dtype, out_dtype)
+        form = Quantization.NONE if quantization is Quantization.AUTO else quantization
         try:
-            return self._kernels.pack_linear(weight, bias, out_dtype, quantization)
+            return self._kernels.pack_linear(weight, bias, out_dtype, form)
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {name}: {error}") from error
 
@@ -162,16 +183,40 @@ class _Loader:
 
     def _matrix(
         self, name: str, *, outputs: list[range] | None = None, inputs: range | None = None
-    ) -> torch.Tensor:
-        return self._reader.matrix(
-            self._checkpoint.stored_name(f"{name}.weight"),
-            outputs=outputs,
-            inputs=inputs,
-            inputs_first=self._spec.weights.inputs_first,
+    ) -> torch.Tensor | QuantizedWeight:
+        stored = self._checkpoint.stored_name(f"{name}.weight")
+        return self._kept(stored, outputs, inputs, self._quantization) or self._reader.matrix(
+            stored, outputs=outputs, inputs=inputs, inputs_first=self._spec.weights.inputs_first
         )
+
+    def _kept(
+        self, stored: str, outputs: list[range] | None, inputs: range | None, wanted: Quantization
+    ) -> QuantizedWeight | None:
+        """The codes of the files, where they have any in the wanted form. In float32 there is nothing to gain
+        from them: products take whole values there, and these are exact."""
+        forms = self._checkpoint.kept
+        is_auto = wanted is Quantization.AUTO
+        if forms is None or (self._dtype is torch.float32 if is_auto else wanted.value not in forms):
+            return None
+        found = self._reader.kept(stored, outputs=outputs, inputs=inputs)
+        return found if found is not None and (is_auto or found.quantization is wanted) else None
 
     def _vector(self, name: str, spans: list[range] | None = None) -> torch.Tensor:
         return self._reader.vector(self._checkpoint.stored_name(name), spans)
+
+
+def _stacked(
+    parts: list[torch.Tensor | QuantizedWeight], dtype: torch.dtype
+) -> torch.Tensor | QuantizedWeight:
+    """One below the other: with their codes where all are of one form, else as values."""
+    if len(parts) == 1:
+        return parts[0]
+    coded = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(coded) == len(parts) and len({part.quantization for part in coded}) == 1:
+        return stack(coded)
+    return torch.cat(
+        [part.values().to(dtype) if isinstance(part, QuantizedWeight) else part for part in parts]
+    )
 
 
 def _scaled(span: range, factor: int) -> range:

@@ -40,9 +40,10 @@ def load_heads(
 ) -> MedusaHeads:
     """Reads and packs all of it, with the rows of the model's head that the guessed tokens have.
 
-    quantization: as of the model's linear layers. Raises CheckpointError for ids out of order and values that
-    are not finite or not in the range of `quantization`.
+    quantization: as of the model's linear layers; AUTO: none. Raises CheckpointError for ids out of order and
+    values that are not finite or not in the range of `quantization`.
     """
+    form = Quantization.NONE if quantization is Quantization.AUTO else quantization
     with safe_open(str(folder.file), framework="pt", device="cpu") as stored:
         ids: torch.Tensor = stored.get_tensor(DRAFT_TOKEN_IDS).long()
         check_ids(folder.file, ids.tolist(), folder.model.vocab_size)
@@ -52,13 +53,13 @@ def load_heads(
             if not bool(weight.isfinite().all() and bias.isfinite().all()):
                 raise CheckpointError(f"{folder.file}: heads.{i} holds NaN or infinite values")
             try:
-                layers.append(kernels.pack_linear(weight, bias, None, quantization))
+                layers.append(kernels.pack_linear(weight, bias, None, form))
             except ValueError as error:
                 raise CheckpointError(f"{folder.file}: heads.{i}: {error}") from error
     with WeightReader(folder.model, dtype, device) as reader:
         rows = reader.rows(folder.model.head_name)[ids.to(device)]
     return MedusaHeads(
         layers=tuple(layers),
-        vocabulary=kernels.pack_linear(rows, None, torch.float32, quantization.of_head),
+        vocabulary=kernels.pack_linear(rows, None, torch.float32, form.of_head),
         token_ids=tuple(ids.tolist()),
     )

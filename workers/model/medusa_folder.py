@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workers.model.checkpoint import FLOATS, Checkpoint
+from workers.model.checkpoint import Checkpoint
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
 from workers.model.files import read_json, resolve_inside
+from workers.model.formats.expected import FLOATS
 from workers.model.lending import DRAFT_TOKEN_IDS, problem_with_ids
 from workers.model.safetensors_header import read_header
 

@@ -17,7 +17,7 @@ from workers.regular_file import open_regular
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_SIZE = 1 << 48
 
-_DTYPE_BYTES = {
+DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
     "F16": 2,
@@ -105,7 +105,7 @@ def _entry(file: Path, name: str, value: object, data_start: int) -> TensorEntry
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: its entry is not an object")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
         raise CheckpointError(f"{where}: shape {str(shape)[:80]} is not a list of sizes")
@@ -117,9 +117,9 @@ def _entry(file: Path, name: str, value: object, data_start: int) -> TensorEntry
         count *= size
         if count > _MAX_SIZE:
             raise CheckpointError(f"{where}: shape {str(shape)[:80]} is beyond any file")
-    if stop - start != count * _DTYPE_BYTES[dtype]:
+    if stop - start != count * DTYPE_BYTES[dtype]:
         raise CheckpointError(
-            f"{where}: {dtype} of shape {str(shape)[:80]} takes {count * _DTYPE_BYTES[dtype]} bytes, "
+            f"{where}: {dtype} of shape {str(shape)[:80]} takes {count * DTYPE_BYTES[dtype]} bytes, "
             f"its offsets {start} to {stop} hold {stop - start}"
         )
     return TensorEntry(

@@ -16,9 +16,6 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     Raises CheckpointError for an unsupported model type, a missing key, or a size that is not sane.
     """
     fields = ConfigFields(config)
-    if fields.has("quantization_config"):
-        method = ConfigFields(fields.section("quantization_config")).text("quant_method", "unknown")
-        raise CheckpointError(f"config.json: quantized checkpoints ({method[:40]}) are not supported")
     model_type = fields.text("model_type")
     make = FAMILIES.get(model_type)
     if make is None:

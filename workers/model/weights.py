@@ -1,7 +1,8 @@
 """Reading the part of a checkpoint's weights that one rank holds.
 
 A rank reads only its own rows or columns of a matrix, straight out of the file. Every value is checked: a
-weight that is not finite would turn all answers of the group into noise.
+weight that is not finite would turn all answers of the group into noise. Matrices that the files hold in few
+bits come as values, or in a form of the kernels with the same codes (`kept`).
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from workers.kernels import QuantizedWeight
+from workers.kernels.quantized import stack
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
+from workers.model.formats.reading import Span, StoredWeight, read_part
 from workers.model.lending import check_ids
+from workers.model.tensor_files import TensorFiles
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
-        self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}  # safetensors handles carry no types
+        self._files = TensorFiles(checkpoint.tensors)
+        self.num_not_kept = 0  # matrices in few bits that no form of the kernels could hold
 
     def __enter__(self) -> WeightReader:
         return self
@@ -40,25 +41,23 @@ class WeightReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.clear()
-        self._stack.close()
+        self._files.__exit__(kind, error, trace)
 
     def vector(self, name: str, spans: Sequence[range] | None = None) -> torch.Tensor:
         """A one-dimensional tensor, or the given spans of it one after the other."""
-        stored = self._slice(name)
-        parts = [stored[:]] if spans is None else [stored[span.start : span.stop] for span in spans]
-        return self._checked(name, parts)
+        return self._checked(name, [self._files.part(name, span) for span in spans or (None,)])
 
     def token_ids(self, name: str) -> torch.Tensor:
         """A vector of integers that are token ids, in rising order, int64. Raises CheckpointError."""
-        found: torch.Tensor = self._slice(name)[:].long()
+        found: torch.Tensor = self._files.part(name).long()
         check_ids(self._checkpoint.tensors[name].file, found.tolist(), self._checkpoint.vocab_size)
         return found
 
     def rows(self, name: str, span: range | None = None) -> torch.Tensor:
         """Rows of a matrix as it lies in the file: an embedding or a head."""
-        stored = self._slice(name)
-        return self._checked(name, [stored[:] if span is None else stored[span.start : span.stop]])
+        if self._checkpoint.stem(name) is not None:
+            return self._checked(name, [part.values() for part in self._parts(name, [span], None)])
+        return self._checked(name, [self._files.part(name, span)])
 
     def matrix(
         self,
@@ -72,31 +71,57 @@ class WeightReader:
 
         inputs_first: it lies as (inputs, outputs) in the file.
         """
-        stored = self._slice(name)
         spans: Sequence[range | None] = (None,) if outputs is None else outputs
-        parts = []
-        for span in spans:
-            out_slice = slice(None) if span is None else slice(span.start, span.stop)
-            in_slice = slice(None) if inputs is None else slice(inputs.start, inputs.stop)
-            part = stored[in_slice, out_slice].T if inputs_first else stored[out_slice, in_slice]
-            parts.append(part)
-        return self._checked(name, parts)
+        if self._checkpoint.stem(name) is not None:
+            return self._checked(name, [part.values() for part in self._parts(name, spans, inputs)])
+        if inputs_first:
+            return self._checked(name, [self._files.part(name, inputs, span).T for span in spans])
+        return self._checked(name, [self._files.part(name, span, inputs) for span in spans])
 
-    def _slice(self, name: str) -> Any:
-        stored = self._checkpoint.tensors[name]
-        handle = self._open.get(stored.file)
-        if handle is None:
-            handle = self._stack.enter_context(safe_open(str(stored.file), framework="pt", device="cpu"))
-            self._open[stored.file] = handle
-        return handle.get_slice(stored.entry.name)
+    def kept(
+        self, name: str, *, outputs: Sequence[range] | None = None, inputs: range | None = None
+    ) -> QuantizedWeight | None:
+        """The part of a matrix with the codes that the files have; None where no form of the kernels holds
+        them, and for a plain matrix."""
+        if self._checkpoint.stem(name) is None:
+            return None
+        parts = [part.kept() for part in self._parts(name, (None,) if outputs is None else outputs, inputs)]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            self.num_not_kept += 1
+            return None
+        whole = stack(found)
+        for tensor in (whole.scales, whole.minima):
+            if tensor is not None and not bool(tensor.isfinite().all()):
+                raise self._not_finite(name)
+        return whole.to(self._device)
+
+    def _parts(self, name: str, outputs: Sequence[range | None], inputs: range | None) -> list[StoredWeight]:
+        """The given outputs of a matrix in few bits, one span after the other."""
+        checkpoint, stem = self._checkpoint, self._checkpoint.stem(name)
+        assert checkpoint.layout is not None and stem is not None, name
+        all_outputs, all_inputs = map(range, checkpoint.matrix_shape(name))
+        spans = [
+            Span(
+                outputs=all_outputs if span is None else span, inputs=all_inputs if inputs is None else inputs
+            )
+            for span in outputs
+        ]
+        return [
+            read_part(checkpoint.layout, stem, span, self._files.part, checkpoint.entries) for span in spans
+        ]
 
     def _checked(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         tensor = whole.to(dtype=self._dtype, device=self._device).contiguous()
         # The sum is quick and finite for any finite weights of sane size; the exact test follows only if not.
         if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(tensor.isfinite().all()):
-            file = self._checkpoint.tensors[name].file
-            raise CheckpointError(f"{file}: tensor {name} holds NaN or infinite values")
+            raise self._not_finite(name)
         if tensor.ndim > 1 and tensor.numel() > 0 and not bool(tensor.any()):
             _log.warning("tensor %s is all zero", name)
         return tensor
+
+    def _not_finite(self, name: str) -> CheckpointError:
+        stored = self._checkpoint.tensors.get(name)
+        place = self._checkpoint.folder if stored is None else stored.file
+        return CheckpointError(f"{place}: tensor {name} holds NaN or infinite values")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -14,16 +14,23 @@ from workers.model.architecture import ModelSpec
 _BYTES: Final = {Quantization.INT8: 1.0, Quantization.INT4: 0.625}
 
 
+class WeightForms(NamedTuple):
+    """What matrices are held in."""
+
+    layers: Quantization
+    head: Quantization
+
+
 def model_work(
-    spec: ModelSpec, dtype: torch.dtype, quantization: Quantization, *, kv_bytes_per_token: int
+    spec: ModelSpec, dtype: torch.dtype, forms: WeightForms, *, kv_bytes_per_token: int
 ) -> ModelWork:
     """Over all ranks of a group. KV heads that ranks hold twice are counted once."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * queries + 2 * keys)  # Q, K, V and the output projection
     mlp = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
     linear, head = spec.num_layers * (attention + mlp), spec.vocab_size * spec.hidden_size
-    linear_bytes = linear * _BYTES.get(quantization, dtype.itemsize)
-    head_bytes = head * _BYTES.get(quantization.of_head, dtype.itemsize)
+    linear_bytes = linear * _BYTES.get(forms.layers, dtype.itemsize)
+    head_bytes = head * _BYTES.get(forms.head, dtype.itemsize)
     return ModelWork(
         linear_weights=linear,
         head_weights=head,

@@ -10,6 +10,7 @@ from workers.config import GroupConfig
 from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, MODEL_METHODS
 from workers.engine.meter import MeteredModel
 from workers.engine.request import EngineLimits
+from workers.kernels import Quantization
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.medusa import load_heads
@@ -24,7 +25,7 @@ from workers.runtime.errors import RankConfigError
 from workers.runtime.handshake import Facts
 from workers.runtime.kv_pool import allocate_pool, free_bytes
 from workers.runtime.medusa import MedusaRunner
-from workers.runtime.model_work import model_work
+from workers.runtime.model_work import WeightForms, model_work
 from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 from workers.runtime.runner import ModelRunner
 
@@ -57,8 +58,9 @@ class RankModel:
         self._size = config.parallel.tensor_parallel
         self.device = choose_device(config.parallel, rank)
         self._dtype = choose_dtype(config.model.dtype)
-        self._quantization = choose_quantization(config.model.quantization)
+        setting = choose_quantization(config.model.quantization)
         self._checkpoint = Checkpoint(config.model.path)
+        self._quantization = Quantization(self._checkpoint.quantization(setting.value))
         check_tensor_parallel(self._checkpoint.spec, self._size)
         self._draft: Checkpoint | None = None
         self._draft_decoder: Decoder | None = None
@@ -82,8 +84,9 @@ class RankModel:
         """Reads this rank's slice of the weights, and on rank 0 the draft model's."""
         set_threads(self._config.parallel, ranks_on_machine)
         if self._draft is not None:
+            form = Quantization(self._draft.quantization(self._config.model.quantization))
             self._draft_decoder = load_decoder(
-                self._draft, self._dtype, self.device, TensorParallel(), quantization=self._quantization
+                self._draft, self._dtype, self.device, TensorParallel(), quantization=form
             )
         return load_decoder(
             self._checkpoint, self._dtype, self.device, parallel, quantization=self._quantization
@@ -146,7 +149,7 @@ class RankModel:
         one = measure_ceilings(self.device, self._dtype, num_threads)
         kv_bytes = sum(self._block_bytes(rank) for rank in range(self._size)) // self._config.cache.block_size
         return MeteredModel(
-            work=model_work(spec, self._dtype, self._quantization, kv_bytes_per_token=kv_bytes),
+            work=model_work(spec, self._dtype, self._forms(), kv_bytes_per_token=kv_bytes),
             ceilings=of_group(one, self._size / ranks_on_machine if is_host else self._size),
         )
 
@@ -198,6 +201,15 @@ class RankModel:
             return 0
         spec = self._draft.spec
         return bytes_per_block(spec, spec.num_kv_heads, self._config.cache.block_size, self._dtype.itemsize)
+
+    def _forms(self) -> WeightForms:
+        """What most of the weights are held in."""
+        kept = self._checkpoint.kept
+        if self._quantization is not Quantization.AUTO:
+            return WeightForms(self._quantization, self._quantization.of_head)
+        if kept is None or self._dtype is torch.float32:
+            return WeightForms(Quantization.NONE, Quantization.NONE)
+        return WeightForms(Quantization(kept.layers), Quantization(kept.head))
 
     def _num_kv_heads(self, rank: int) -> int:
         return len(self._checkpoint.spec.kv_heads_of_rank(rank, self._size))

@@ -69,7 +69,6 @@ def test_mistral_window_absent_and_null() -> None:
             "beta_fast must be a number from 1e-06 to 1e+06; got 1e-320",
         ),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters per layer type (full_attention)"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints (gptq) are not supported"),
         (
             {"model_type": "qwen2", "layer_types": ["full_attention"]},
             "layer_types must be a list of 30 strings",

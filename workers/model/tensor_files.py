@@ -1,0 +1,122 @@
+"""Parts of tensors, read straight out of the weight files.
+
+A part is read into memory of its own, never mapped: a mapped file counts as memory of the process as far as
+it has been touched, and one that becomes shorter ends the process. What a rank does not want of a row it
+reads into a small buffer and leaves there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+import torch
+
+from workers.model.errors import CheckpointError
+from workers.model.safetensors_header import DTYPE_BYTES
+from workers.regular_file import open_regular
+
+if TYPE_CHECKING:
+    from workers.model.checkpoint import StoredTensor
+
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_BUFFER_BYTES = 8 << 20  # of whole rows that only some columns are wanted of
+
+
+class TensorFiles:
+    """Reads tensors by name. A context manager: files stay open inside."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+        self._stack = ExitStack()
+        self._open: dict[Path, int] = {}  # descriptors
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def part(self, name: str, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        """All of a tensor, some rows of it, or of a matrix some columns of some rows. In memory of its own.
+
+        Raises CheckpointError when the file has become shorter or cannot be read.
+        """
+        stored = self._tensors[name]
+        entry, size = stored.entry, DTYPE_BYTES[stored.entry.dtype]
+        if not entry.shape:
+            return self._read(stored, entry.start, size).view(_DTYPES[entry.dtype]).reshape(())
+        rows = range(entry.shape[0]) if rows is None else rows
+        row_bytes = (entry.stop - entry.start) // max(1, entry.shape[0])
+        at = entry.start + rows.start * row_bytes
+        shape = (len(rows), *entry.shape[1:])
+        if columns is None or columns == range(entry.shape[1]):
+            found = self._read(stored, at, len(rows) * row_bytes)
+        else:
+            wanted = slice(columns.start * size, columns.stop * size)
+            found = self._columns(stored, at, len(rows), row_bytes, wanted)
+            shape = (len(rows), len(columns))
+        return found.view(-1).view(_DTYPES[entry.dtype]).view(shape)
+
+    def _columns(
+        self, stored: StoredTensor, at: int, num_rows: int, row_bytes: int, wanted: slice
+    ) -> torch.Tensor:
+        """Bytes `wanted` of each of the rows that begin at byte `at` of the file, (rows, bytes)."""
+        found = torch.empty((num_rows, wanted.stop - wanted.start), dtype=torch.uint8)
+        step = max(1, _BUFFER_BYTES // row_bytes)
+        if self._buffer.shape[0] < step * row_bytes:
+            self._buffer = torch.empty(step * row_bytes, dtype=torch.uint8)
+        for first in range(0, num_rows, step):
+            count = min(step, num_rows - first)
+            buffer = self._buffer[: count * row_bytes]
+            self._fill(stored, at + first * row_bytes, buffer)
+            found[first : first + count] = buffer.view(count, row_bytes)[:, wanted]
+        return found
+
+    def _read(self, stored: StoredTensor, at: int, num_bytes: int) -> torch.Tensor:
+        found = torch.empty(num_bytes, dtype=torch.uint8)
+        self._fill(stored, at, found)
+        return found
+
+    def _fill(self, stored: StoredTensor, at: int, into: torch.Tensor) -> None:
+        """into: bytes, contiguous."""
+        descriptor = self._descriptor(stored.file)
+        target, done = memoryview(into.numpy()), 0
+        while done < len(target):
+            try:
+                count = os.preadv(descriptor, [target[done:]], at + done)
+            except OSError as error:
+                raise CheckpointError(f"{stored.file}: cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(f"{stored.file}: tensor {stored.entry.name} has become shorter")
+            done += count
+
+    def _descriptor(self, file: Path) -> int:
+        found = self._open.get(file)
+        if found is None:
+            try:
+                found = self._stack.enter_context(open_regular(file)).fileno()
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+            self._open[file] = found
+        return found

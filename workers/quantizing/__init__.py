@@ -1,0 +1,1 @@
+"""A model's weights in few bits, written ahead of time, and what that costs in quality."""

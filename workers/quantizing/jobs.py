@@ -1,0 +1,85 @@
+"""What becomes of each tensor of a checkpoint whose linear weights are quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.kernels import Quantization
+from workers.model.checkpoint import Checkpoint
+from workers.model.safetensors_header import TensorEntry
+from workers.quantizing.matrices import planned_parts
+from workers.quantizing.stream_writer import PlannedTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One tensor of the source: copied, or the first part of a matrix that is quantized, or both."""
+
+    entry: TensorEntry
+    copy: str | None = None  # the name of the copy
+    matrix: str | None = None  # what a plain checkpoint calls the matrix
+    stem: str = ""  # of its parts
+    form: Quantization = Quantization.NONE
+
+
+def jobs_of(checkpoint: Checkpoint, form: Quantization) -> dict[Path, list[Job]]:
+    """By file of the source, in their order there. Tensors without effect are left out."""
+    names = checkpoint.spec.weights
+    head, embedding = f"{names.head}.weight", f"{checkpoint.prefix}{names.embedding}.weight"
+    owners = {part: name for name in _linear(checkpoint) for part in _parts(checkpoint, name)}
+    spare = {head, embedding} - {checkpoint.embedding_name} if checkpoint.is_tied else set()
+    found: dict[Path, list[Job]] = {}
+    begun: set[str] = set()
+    for stored in sorted(checkpoint.tensors.values(), key=lambda stored: (stored.file, stored.entry.start)):
+        entry, jobs = stored.entry, found.setdefault(stored.file, [])
+        if entry.name in spare or checkpoint.is_idle(entry.name):
+            continue
+        matrix = owners.get(entry.name)
+        # A head that stands for the embedding too is copied under the embedding's name.
+        copy = embedding if entry.name == checkpoint.embedding_name else entry.name
+        if matrix is None:
+            jobs.append(Job(entry=entry, copy=copy))
+        elif matrix not in begun:
+            begun.add(matrix)
+            is_head = matrix == checkpoint.head_name
+            jobs.append(
+                Job(
+                    entry=entry,
+                    copy=copy if copy == embedding else None,
+                    matrix=matrix,
+                    stem=(head if is_head else matrix).removesuffix(".weight"),
+                    form=form.of_head if is_head else form,
+                )
+            )
+    return found
+
+
+def plan_of(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[PlannedTensor]:
+    """The tensors that the jobs of a file write."""
+    plan: list[PlannedTensor] = []
+    for job in jobs:
+        if job.copy is not None:
+            plan.append(PlannedTensor(name=job.copy, dtype=job.entry.dtype, shape=job.entry.shape))
+        if job.matrix is not None:
+            plan += planned_parts(job.stem, checkpoint.matrix_shape(job.matrix), job.form)
+    return plan
+
+
+def _linear(checkpoint: Checkpoint) -> list[str]:
+    """The matrices of linear layers and the head, as a plain checkpoint calls them."""
+    layers = [
+        name
+        for name, shape in checkpoint.shapes().items()
+        if len(shape) == 2 and checkpoint.is_of_layer(name)
+    ]
+    return [*layers, checkpoint.head_name]
+
+
+def _parts(checkpoint: Checkpoint, name: str) -> list[str]:
+    """The tensors that hold a matrix."""
+    stem = checkpoint.stem(name)
+    if checkpoint.layout is None or stem is None:
+        return [name]
+    return list(checkpoint.layout.parts(stem, *checkpoint.matrix_shape(name), checkpoint.entries))
