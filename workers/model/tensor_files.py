@@ -101,7 +101,7 @@ class TensorFiles:
     def _fill(self, stored: StoredTensor, at: int, into: torch.Tensor) -> None:
         """into: bytes, contiguous."""
         descriptor = self._descriptor(stored.file)
-        target, done = memoryview(into.numpy()), 0
+        target, done = memoryview(into.numpy().data), 0
         while done < len(target):
             try:
                 count = os.preadv(descriptor, [target[done:]], at + done)

@@ -101,7 +101,7 @@ def _compressed(section: ConfigFields) -> Layout:
     form = section.text("format", "unknown")
     if form not in ("float-quantized", "naive-quantized"):
         raise _refused(f"compressed-tensors of format {form[:40]!r}")
-    blocks = set()
+    blocks: set[tuple[int, int] | None] = set()
     groups = ConfigFields(section.section("config_groups"), f"config.json: {SECTION}: config_groups")
     for name in section.section("config_groups"):
         where = f"config.json: {SECTION}: config_groups.{name[:40]}"

@@ -59,7 +59,7 @@ def test_the_report(command: Command, tiny_model: Path, tmp_path: Path) -> None:
     assert command.orders == [
         QuantizeOrder(model=str(tiny_model), form="int4", out=str(tmp_path / "out"), has_report=True)
     ]
-    assert [line.split(maxsplit=1) for line in done.stdout.splitlines() if "error" not in line] == [
+    assert [line.strip().split(maxsplit=1) for line in done.stdout.splitlines() if "error" not in line] == [
         ["folder", "/models/small-int4"],
         ["weights", "269.0 MB -> 168.0 MB (62%)"],
         ["perplexity", "20.00 -> 20.30 (+1.5%) on 2,000 tokens"],
