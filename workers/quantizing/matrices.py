@@ -21,7 +21,7 @@ _CHUNK = 1 << 23  # elements of a matrix in work at a time: 32 MB of float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixError:
-    """How far the values of a quantized matrix are from those of the checkpoint."""
+    """How far the values of a quantized matrix are from those of the checkpoint; the head's has its own name."""
 
     name: str
     relative: float  # root of the sum of squared differences, over that of the squared weights
@@ -63,7 +63,7 @@ class MatrixQuantizer:
                 writer.append(f"{stem}.minima", quantized.minima)
             error += float((quantized.values() - values).square_().sum(dtype=torch.float64))
             weight += float(values.square().sum(dtype=torch.float64))
-        return MatrixError(name=name, relative=math.sqrt(error / weight) if weight else 0.0)
+        return MatrixError(name=f"{stem}.weight", relative=math.sqrt(error / weight) if weight else 0.0)
 
     def _chunks(self, name: str, form: Quantization) -> Iterator[tuple[QuantizedWeight, torch.Tensor]]:
         """(quantized rows, their values in the checkpoint), from the first to the last."""
