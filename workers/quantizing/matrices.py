@@ -21,7 +21,7 @@ _CHUNK = 1 << 23  # elements of a matrix in work at a time: 32 MB of float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixError:
-    """How far the values of a quantized matrix are from those of the checkpoint; the head's has its own name."""
+    """How far the values of a quantized matrix are from those of the checkpoint."""
 
     name: str
     relative: float  # root of the sum of squared differences, over that of the squared weights
