@@ -51,6 +51,7 @@ def test_no_file_can_unpickle(file: Path) -> None:
         ("router.http.app", ("torch", "ray")),
         ("router.serving.service", ("torch", "ray")),
         ("cluster.cli", ("torch", "transformers")),
+        ("workers.model.decoder", ("triton", "ray")),
     ],
 )
 def test_what_an_import_does_not_load(module: str, absent: tuple[str, ...]) -> None:

@@ -22,10 +22,24 @@ def load_library() -> Library:
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels that work for `dtype` on `device`. May compile: call once, at load."""
-    if device.type != "cpu" or dtype not in DTYPES:
+    if dtype not in DTYPES:
+        return TorchKernels()
+    if device.type == "cuda":
+        return _gpu_kernels(dtype)
+    if device.type != "cpu":
         return TorchKernels()
     try:
         return CpuKernels(load_library(), dtype)
     except KernelsUnavailable as error:
         _log.warning("CPU kernels are not available, using torch operators (several times slower): %s", error)
         return TorchKernels()
+
+
+def _gpu_kernels(dtype: torch.dtype) -> Kernels:
+    """Imported here alone: machines without a GPU need no Triton."""
+    try:
+        from workers.kernels.gpu.kernels import GpuKernels
+    except ModuleNotFoundError as error:
+        _log.warning("Triton is not installed, using torch operators (several times slower): %s", error)
+        return TorchKernels()
+    return GpuKernels(dtype)

@@ -1,0 +1,123 @@
+"""The Triton kernels as `workers.kernels.interface.Kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.kernels.arguments import check_batch, check_caches, check_turn
+from workers.kernels.batch import StepBatch
+from workers.kernels.draw import Draw
+from workers.kernels.gpu.activation import GELU_TANH, SILU, gated, plain
+from workers.kernels.gpu.attention import paged_attention
+from workers.kernels.gpu.draw import draw
+from workers.kernels.gpu.linear import GpuLinear
+from workers.kernels.gpu.linear_int4 import pack_int4
+from workers.kernels.gpu.norms import add_rms_norm, layer_norm, rms_norm
+from workers.kernels.gpu.rotary import rotary_and_write
+from workers.kernels.interface import FusedStep, PackedLinear, StepModel
+from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
+from workers.kernels.reference import TorchKernels
+
+
+class GpuKernels:
+    """Implements Kernels for one dtype, bfloat16 or float32, on one CUDA device.
+
+    Steps with trees of guesses take their attention from torch operators, which wait for the device.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._torch = TorchKernels()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        return layer_norm(x, weight, bias, eps)
+
+    def rotary_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        batch: StepBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        check_caches(k_cache, v_cache, self._dtype)
+        check_batch(batch, q.shape[0])
+        check_turn(cos, sin, q.shape[0], q.shape[2])
+        assert k.shape == v.shape == (q.shape[0], k_cache.shape[1], k_cache.shape[3]), (
+            k.shape,
+            k_cache.shape,
+        )
+        turn = None if cos is None or sin is None else (cos, sin)
+        return rotary_and_write(q, k, v, turn, batch.slots, k_cache, v_cache, None)
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: StepBatch,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        if batch.parents is not None:
+            return self._torch.paged_attention(q, k_cache, v_cache, batch, scale, sliding_window)
+        check_caches(k_cache, v_cache, self._dtype)
+        check_batch(batch, q.shape[0])
+        assert q.shape[2] == k_cache.shape[3] and q.shape[1] % k_cache.shape[1] == 0, (q.shape, k_cache.shape)
+        return paged_attention(
+            *(q, k_cache, v_cache, None, batch), scale=scale, sliding_window=sliding_window, soft_cap=None
+        )
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gated(gate_up, SILU)
+
+    def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
+        return plain(x, GELU_TANH)
+
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool = False) -> list[int]:
+        return draw(logits, draws, only_finite=only_finite)
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        quantization: Quantization = Quantization.NONE,
+    ) -> PackedLinear:
+        if quantization is not Quantization.NONE:
+            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
+        return GpuLinear(
+            weight=weight.contiguous(), scales=None, bias=bias, out_dtype=out_dtype or weight.dtype
+        )
+
+    def pack_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
+        assert dtype == self._dtype, (dtype, self._dtype)
+        out_dtype = out_dtype or dtype
+        if weight.minima is not None:
+            return pack_int4(weight, bias, out_dtype)
+        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+        return GpuLinear(weight=codes, scales=scales, bias=bias, out_dtype=out_dtype)
+
+    def fuse(self, model: StepModel) -> FusedStep | None:
+        return None
