@@ -1,7 +1,9 @@
-"""Loads the Triton kernels: for the CUDA device where there is one, else in Triton's interpreter.
+"""Where the Triton kernels are tested: on the CUDA device where there is one, else in Triton's interpreter.
 
 The interpreter runs a kernel operation by operation in numpy. It is chosen by an environment variable that is
-read when a kernel is defined, so the variable is set here while the kernels are imported, and not longer.
+read when a function of Triton is defined, so for a process that has it from the start:
+`tests.unit.kernels.test_gpu` starts one. Any other process does not collect the tests of this folder. By hand:
+TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/gpu
 
 numpy has no bfloat16: the interpreter keeps its bits in uint16, cuts them off instead of rounding, makes them
 of integers as if they were uint16, and multiplies them as integers in `dot`. Those operations are replaced by
@@ -17,44 +19,27 @@ And a number of a kernel, to the interpreter an array of one, no longer is an in
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-_VARIABLE = "TRITON_INTERPRET"
 
 
-@contextmanager
-def interpreting() -> Iterator[None]:
-    """Kernels that are defined inside run in the interpreter, where there is no CUDA device."""
-    if DEVICE.type == "cuda":
-        yield
-        return
-    assert "triton" not in sys.modules, (
-        "Triton was imported before these tests: its own functions are compiled"
-    )
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = "1"
-    try:
-        yield
-        _mend()
-    finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
+def can_run() -> bool:
+    """Whether this process runs kernels."""
+    return DEVICE.type == "cuda" or is_interpreter()
 
 
-def _mend() -> None:
-    import triton.experimental.gluon  # noqa: F401 - the first launch imports it, and it reads the variable
-    import triton.language as tl
-    from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+def is_interpreter() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
+
+def mend() -> None:
+    """Replaces what numpy cannot do; once, before the first kernel runs."""
     plain_cast, plain_patch = InterpreterBuilder.cast_impl, interpreter._patch_lang_tensor
 
     def wide(handle: TensorHandle) -> np.ndarray:
