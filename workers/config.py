@@ -52,6 +52,7 @@ class ParallelConfig:
     step_timeout_s: float = 10.0  # a rank silent for longer ends the group
     threads_per_rank: int | None = None  # CPU threads; None: usable cores / ranks of the group on the machine
     device: str = "auto"  # auto, cpu, cuda
+    cuda_graphs: bool = True  # decode steps on a GPU are recorded at start and replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ class ParallelSettings(BaseModel):
     step_timeout_s: float = 10.0  # a rank silent for longer ends the group
     threads_per_rank: int | None = None  # CPU threads; None: usable cores / ranks of the group on the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    cuda_graphs: bool = True  # decode steps on a GPU are recorded at start and replayed
 
 
 class PoolConfig(BaseModel):
@@ -76,6 +77,7 @@ class PoolConfig(BaseModel):
             step_timeout_s=self.parallel.step_timeout_s,
             threads_per_rank=self.parallel.threads_per_rank,
             device=self.parallel.device,
+            cuda_graphs=self.parallel.cuda_graphs,
         )
         return GroupConfig(
             model=model,

@@ -21,7 +21,8 @@ class StepBatch:
 
     token_ids: torch.Tensor  # (T,) int64
     positions: torch.Tensor  # (T,) int64
-    slots: torch.Tensor  # (T,) int64: block * block_size + offset, where the token's K and V go
+    # (T,) int64: block * block_size + offset, where the token's K and V go; -1 (GPU graphs): nowhere
+    slots: torch.Tensor
     query_starts: torch.Tensor  # (S + 1,) int32
     context_lens: torch.Tensor  # (S,) int32: tokens of the sequence in the pool after this step
     block_tables: torch.Tensor  # (S, W) int32; entries past the context are 0

@@ -61,7 +61,11 @@ class TorchKernels:
         if cos is not None and sin is not None:
             q, k = rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
         block_size = k_cache.shape[2]
-        block, offset = batch.slots // block_size, batch.slots % block_size
+        slots = batch.slots
+        if bool((slots < 0).any()):  # padding
+            is_real = slots >= 0
+            slots, k, v = slots[is_real], k[is_real], v[is_real]
+        block, offset = slots // block_size, slots % block_size
         k_cache[block, :, offset] = k.to(k_cache.dtype)
         v_cache[block, :, offset] = v.to(v_cache.dtype)
         return q

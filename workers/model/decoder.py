@@ -97,7 +97,7 @@ class Decoder:
                 if self._is_alone:
                     return self._fused(message, turn, kv, draws)
                 found = self._fused(message, turn, kv)
-                return self._draw(self._weights.head.gather(found.logits), found.hidden, draws)
+                return self.draw(self._weights.head.gather(found.logits), found.hidden, draws)
         batch = build_batch(
             unpack(message),
             block_size=kv.shape[4],
@@ -105,11 +105,12 @@ class Decoder:
             vocab_size=self.spec.vocab_size,
             device=kv.device,
         )
-        return self._draw(*self._one_by_one(batch, kv), draws)
+        return self.draw(*self.run_batch(batch, kv), draws)
 
-    def _draw(
+    def draw(
         self, logits: torch.Tensor | None, hidden: torch.Tensor | None, draws: Sequence[Draw]
     ) -> Drawn | None:
+        """What `forward` returns, from what `run_batch` has."""
         if logits is None:
             return None
         ids = self.kernels.draw(logits, draws, only_finite=True) if draws else []
@@ -124,10 +125,13 @@ class Decoder:
             self._parallel.all_reduce(torch.zeros(1, device=device)).item()
 
     @torch.inference_mode()
-    def _one_by_one(
+    def run_batch(
         self, batch: StepBatch, kv: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The step operator by operator: logits, and what the head was given."""
+        """The step operator by operator, whatever the batch says: logits, and what the head was given.
+
+        Logits are None on all ranks but the first. Waits for nothing, where the kernels do not.
+        """
         weights, rows = self._weights, batch.logit_rows
         residual = weights.embedding(batch.token_ids)  # (T, hidden)
         if weights.positions is not None:

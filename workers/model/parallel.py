@@ -25,6 +25,7 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     shared: SharedCollective | None = None  # None with size > 1: torch's default group
+    is_recordable: bool = True  # collectives wait for nothing on the host: a CUDA graph can hold them
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place; x must be contiguous."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.group_start import GroupStart, LoadedGroup, RankPlace
@@ -28,7 +29,11 @@ class RankLost(RuntimeError):
 
 
 class RankSet:
-    """Actors of ranks 0 .. tensor_parallel - 1, each in its bundle of the replica's placement group."""
+    """Actors of ranks 0 .. tensor_parallel - 1, each in a bundle of the replica's placement group.
+
+    Ranks that follow each other are on the same machine as far as that goes: rings of collectives then cross
+    from one machine to the next once. Ray places bundles in no such order, whatever the strategy.
+    """
 
     def __init__(self, start: GroupStart) -> None:
         self._start = start
@@ -40,17 +45,20 @@ class RankSet:
         """Start the processes. Returns when all of them answer."""
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
-        for rank, bundle in enumerate(group.bundle_specs):
+        table = await asyncio.to_thread(placement_group_table, group)
+        nodes: dict[int, str] = table["bundles_to_node_id"]
+        for index in side_by_side([nodes[place] for place in range(group.bundle_count)]):
+            bundle = group.bundle_specs[index]
             resources = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
             options = ray.remote(RankActor).options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 resources=resources,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
+                    group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
                 ),
             )
-            self._actors.append(options.remote(self._start, rank))
+            self._actors.append(options.remote(self._start, len(self._actors)))
         self._places = tuple(await all_ranks([actor.place.remote() for actor in self._actors]))
         return self._places
 
@@ -118,6 +126,12 @@ class RankSet:
         except RayError as error:
             return f"rank {rank} ended: {_cause(error)}"
         return str(reason) or f"rank {rank} ended"
+
+
+def side_by_side(nodes: Sequence[str]) -> list[int]:
+    """The bundles in the order of their ranks, from the machine of each: those of a machine one behind the
+    other, that of bundle 0, where the front is, first."""
+    return sorted(range(len(nodes)), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
 
 
 async def all_ranks(calls: Sequence[Awaitable[Any]], *, cause_wait_s: float = _CAUSE_WAIT_S) -> list[Any]:

@@ -16,6 +16,8 @@ from workers.runtime.handshake import Facts
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS_IDS = "/proc/self/ns/pid"  # names the namespace in which this process's id means something
 _MACHINE = "machine"
+_DEVICE = "device"
+_COLLECTIVES = "collectives"
 _NUM_BLOCKS = "num_blocks"
 
 
@@ -37,8 +39,9 @@ def identity_facts(
     block_size: int,
     tensor_parallel: int,
     max_model_len: int,
+    device: torch.device,
 ) -> Facts:
-    """What must be equal on all ranks, and the machine, which need not."""
+    """What must be equal on all ranks, and machine and device, which need not."""
     return {
         "code": code_digest(),
         "torch": torch.__version__,
@@ -49,6 +52,7 @@ def identity_facts(
         "tensor_parallel": tensor_parallel,
         "max_model_len": max_model_len,
         _MACHINE: machine_id(),
+        _DEVICE: device_id(device),
     }
 
 
@@ -61,23 +65,44 @@ def machine_id() -> str:
     return f"{_BOOT_ID.read_text().strip()} {os.readlink(_PROCESS_IDS)}"
 
 
+def device_id(device: torch.device) -> str:
+    """Equal for ranks that compute on the same GPU, or both on CPUs."""
+    if device.type == "cpu":
+        return "cpu"
+    return f"cuda {torch.cuda.get_device_properties(device).uuid}"
+
+
 def agree_on_identity(by_rank: dict[int, Facts]) -> Facts:
-    """Number of ranks on each machine. Raises GroupFailed naming the ranks and values that differ."""
+    """Number of ranks on each machine, and how they reach each other. Raises GroupFailed naming the ranks and
+    values that differ."""
     differences = []
     for name in by_rank[0]:
         values = {rank: facts.get(name) for rank, facts in by_rank.items()}
-        if name != _MACHINE and len(set(values.values())) > 1:
+        if name not in (_MACHINE, _DEVICE) and len(set(values.values())) > 1:
             listed = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
             differences.append(f"{name} ({listed})")
     if differences:
         raise GroupFailed("the ranks of this group differ in " + "; ".join(differences))
     machines = [str(facts[_MACHINE]) for facts in by_rank.values()]
-    return {machine: machines.count(machine) for machine in machines}
+    devices = [str(facts[_DEVICE]) for facts in by_rank.values()]
+    kinds = {device.partition(" ")[0] for device in devices}
+    if len(kinds) > 1:
+        listed = ", ".join(f"rank {rank}: {device}" for rank, device in zip(by_rank, devices, strict=True))
+        raise GroupFailed(f"the ranks of this group compute on different kinds of devices ({listed})")
+    # NCCL has one rank a GPU.
+    has_own_gpus = kinds == {"cuda"} and len(set(devices)) == len(devices)
+    counts: dict[str, str | int] = {machine: machines.count(machine) for machine in machines}
+    return counts | {_COLLECTIVES: "nccl" if has_own_gpus else "gloo"}
 
 
 def num_ranks_here(agreed: Facts) -> int:
     """Of the answer of `agree_on_identity`: ranks on this machine."""
     return int(agreed[machine_id()])
+
+
+def collectives_of(agreed: Facts) -> str:
+    """Of the answer of `agree_on_identity`: the backend of torch.distributed."""
+    return str(agreed[_COLLECTIVES])
 
 
 def memory_facts(num_blocks: int) -> Facts:

@@ -103,10 +103,13 @@ class GroupExecutor:
         message = encode(plan, self._runner.block_size)
         builder = ResultBuilder(plan, self._runner.kernels)  # first: what raises here reaches no follower
         self._link.send_step(message)
-        results = _compute(self._run, message, builder, self._draft_heads)
-        if moves := encode_moves(plan, results, self._runner.block_size):
-            self._link.send_step(moves)
-            self._run(moves, ())
+        try:
+            results = _compute(self._run, message, builder, self._draft_heads)
+            if moves := encode_moves(plan, results, self._runner.block_size):
+                self._link.send_step(moves)
+                self._run(moves, ())
+        finally:
+            self._link.end_step()
         return results
 
     def close(self) -> None:

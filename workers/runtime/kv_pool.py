@@ -18,6 +18,7 @@ from workers.runtime.memory import available_host_bytes
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that a pool could take now."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what no tensor of this process has any more
         return torch.cuda.mem_get_info(device)[0]
     return available_host_bytes()
 

@@ -11,6 +11,8 @@ interrupted. It ends the group, once, when
 - a follower is alive but does not begin a step for the timeout;
 - a follower says that it cannot go on.
 A follower that hangs inside a step is found by the collective's own timeout, which `executor` reports here.
+Collectives in a CUDA graph have none: with `limit_steps` the watchdog ends the group, too, when
+- rank 0 is inside a step for the timeout.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ class LeaderLink:
         self._followers: dict[int, _Follower] = {}
         self._steps_sent = 0
         self._step_sent_at_s = 0.0
+        self._has_step_limit = False
+        self._is_in_step = False
         self._failure: str | None = None
         self._failing = Lock()
         self._failed = Event()
@@ -95,6 +99,10 @@ class LeaderLink:
         """on_report(rank, body) is called in the watchdog's thread. It has to be quick; ProtocolError from it
         ends the group."""
         self._on_report = on_report
+
+    def limit_steps(self) -> None:
+        """From now on a step of rank 0 that takes longer than the timeout ends the group."""
+        self._has_step_limit = True
 
     def accept(self, timeout_s: float) -> None:
         """Waits until all followers are there. Raises GroupFailed naming those that are not."""
@@ -152,7 +160,12 @@ class LeaderLink:
         self.check()
         self._step_sent_at_s = time.monotonic()
         self._steps_sent += 1
+        self._is_in_step = True
         self._send_all(FrameKind.STEP, body)
+
+    def end_step(self) -> None:
+        """Rank 0 has what it wanted of the last step."""
+        self._is_in_step = False
 
     def send_order(self, body: bytes) -> None:
         """Hands an order to all followers, which take it between two steps. Raises as `send_step`."""
@@ -288,16 +301,21 @@ class LeaderLink:
         return None
 
     def _overdue(self, now: float) -> str | None:
+        waited_s = now - self._step_sent_at_s
         for follower in self._followers.values():
             silent_s = now - follower.last_heard_s
             if silent_s > self._timeout_s:
                 return f"{follower.name} has been silent for {silent_s:.1f} s (limit {self._timeout_s:g} s)"
-            waited_s = now - self._step_sent_at_s
             if follower.begun < self._steps_sent and waited_s > self._timeout_s:
                 return (
                     f"{follower.name} is alive but has not begun step {self._steps_sent} after "
                     f"{waited_s:.1f} s (limit {self._timeout_s:g} s)"
                 )
+        if self._has_step_limit and self._is_in_step and waited_s > self._timeout_s:
+            return (
+                f"rank 0 has been in step {self._steps_sent} for {waited_s:.1f} s (limit "
+                f"{self._timeout_s:g} s): a rank hangs in a collective"
+            )
         return None
 
     def _send_heartbeats(self) -> str | None:

@@ -1,15 +1,22 @@
-"""torch.distributed for the ranks of one group: gloo on CPU, NCCL on CUDA.
+"""torch.distributed for the ranks of one group: gloo on CPUs, NCCL on GPUs, one for each rank.
 
-The store of rank 0 listens on the given address only. Every collective is bounded by the timeout; gloo
-connects all pairs at start, and a first collective proves it (a lazily made connection has ignored timeouts).
+The store of rank 0 listens on the given address only. Every collective is bounded by a timeout; both backends
+connect at start, and a first collective proves it (a lazily made connection has ignored timeouts). Of NCCL
+that holds outside of CUDA graphs: a collective that is replayed has no timeout but that of the step, which
+rank 0's watchdog keeps (`LeaderLink.limit_steps`). torch's own limit is twice as long: when it is reached
+torch ends the process, and says less.
+
+Ranks that share a GPU go through the host, with gloo: every collective waits, so no graph can hold it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
 import struct
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -34,20 +41,25 @@ class ProcessGroup:
         rank: int,
         size: int,
         device: torch.device,
+        backend: str,
         timeout_s: float,
     ) -> None:
-        """Returns when all ranks have met and a collective has worked. Raises GroupFailed."""
-        if device.type == "cpu":
-            # The one way to tell gloo of the default group which interface to use.
+        """backend: gloo or nccl, on all ranks the same. Returns when all ranks have met and a collective has
+        worked. Raises GroupFailed."""
+        self._is_nccl = backend == "nccl"
+        # The one way to tell the backends of the default group which interface to use.
+        if self._is_nccl:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_interface_of(host)}")
+        else:
             os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(host)
         try:
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
+                backend,
                 store=store,
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
+                timeout=timedelta(seconds=2 * timeout_s if self._is_nccl else timeout_s),
+                device_id=device if self._is_nccl else None,  # connects now
             )
             total = torch.full((1,), rank, dtype=torch.float32, device=device)
             dist.all_reduce(total)
@@ -55,12 +67,23 @@ class ProcessGroup:
             raise GroupFailed(f"rank {rank} could not form a process group: {error}") from error
         if int(total.item()) != size * (size - 1) // 2:
             raise GroupFailed(f"rank {rank}: the first all-reduce gave {total.item()}")
-        self.parallel = TensorParallel(rank=rank, size=size)
+        self.parallel = TensorParallel(rank=rank, size=size, is_recordable=self._is_nccl)
+
+    @property
+    def interrupt(self) -> Callable[[], None] | None:
+        """Ends collectives that hang, of NCCL; from any thread. None: they end by themselves."""
+        return self._abort if self._is_nccl else None
 
     def close(self) -> None:
         """Leaves the group. May be called twice."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    @staticmethod
+    def _abort() -> None:
+        with contextlib.suppress(RuntimeError):
+            if dist.group.WORLD is not None:
+                dist.group.WORLD.abort()
 
 
 def _interface_of(host: str) -> str:

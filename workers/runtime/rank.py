@@ -36,6 +36,7 @@ from workers.runtime import shared_memory
 from workers.runtime.agreement import (
     agree_on_identity,
     agree_on_memory,
+    collectives_of,
     memory_facts,
     num_blocks_of,
     num_ranks_here,
@@ -171,7 +172,7 @@ class Leader:
         model = self._model
         decoder = model.load(TensorParallel(), ranks_on_machine=1)
         heads = model.draft_heads(decoder)
-        num_blocks = model.measure_blocks(ranks_on_machine=1)
+        num_blocks = model.measure_blocks(decoder, ranks_on_machine=1)
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
         self._executor = LocalExecutor(self._runner, model.draft_model(num_blocks), heads)
@@ -182,8 +183,13 @@ class Leader:
         link.accept(JOIN_TIMEOUT_S)
         agreed = link.agree(model.identity(), agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
         num_here = self._ranks_on_machine = num_ranks_here(agreed)
-        self._group = _process_group(self._config, 0, self._host, self._store, model.device)
+        self._group = _process_group(
+            self._config, 0, self._host, self._store, model.device, collectives_of(agreed)
+        )
         parallel = self._group.parallel
+        if self._group.interrupt is not None:
+            link.interrupt_with(self._group.interrupt)
+            link.limit_steps()
         if model.device.type == "cpu":
             shared = shared_memory.lead(
                 _place(self._config, 0),
@@ -195,7 +201,8 @@ class Leader:
                 parallel = replace(parallel, shared=shared)
         decoder = model.load(parallel, num_here)
         heads = model.draft_heads(decoder)
-        measured = memory_facts(model.measure_blocks(num_here))
+        link.agree({}, lambda by_rank: {}, timeout_s=LOAD_TIMEOUT_S)  # then collectives need not wait long
+        measured = memory_facts(model.measure_blocks(decoder, num_here))
         num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
@@ -269,11 +276,16 @@ class Follower:
 
     def _load(self, link: FollowerLink, prepare: Prepare) -> None:
         model = RankModel(self._config, self._rank)
-        num_here = num_ranks_here(link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S))
+        agreed = link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S)
+        num_here = num_ranks_here(agreed)
         meeting = self._rendezvous
         store = connect_store(meeting.host, meeting.store_port, timeout_s=STORE_TIMEOUT_S)
-        self._group = _process_group(self._config, self._rank, link.own_address, store, model.device)
+        self._group = _process_group(
+            self._config, self._rank, link.own_address, store, model.device, collectives_of(agreed)
+        )
         parallel = self._group.parallel
+        if self._group.interrupt is not None:
+            link.interrupt_with(self._group.interrupt)
         if model.device.type == "cpu":
             shared = shared_memory.follow(
                 _place(self._config, self._rank),
@@ -284,7 +296,8 @@ class Follower:
                 link.interrupt_with(shared.abort)
                 parallel = replace(parallel, shared=shared)
         decoder = model.load(parallel, num_here)
-        measured = memory_facts(model.measure_blocks(num_here))
+        link.agree({}, timeout_s=LOAD_TIMEOUT_S)
+        measured = memory_facts(model.measure_blocks(decoder, num_here))
         num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
         self._runner = model.runner(decoder, num_blocks)
         prepared = prepare(model.facts(num_blocks), self._runner.pool, link)
@@ -301,7 +314,12 @@ def _place(config: GroupConfig, rank: int) -> shared_memory.Place:
 
 
 def _process_group(
-    config: GroupConfig, rank: int, own_address: str, store: TCPStore, device: torch.device
+    config: GroupConfig,
+    rank: int,
+    own_address: str,
+    store: TCPStore,
+    device: torch.device,
+    backend: str,
 ) -> ProcessGroup:
     return ProcessGroup(
         store,
@@ -309,6 +327,7 @@ def _process_group(
         rank=rank,
         size=config.parallel.tensor_parallel,
         device=device,
+        backend=backend,
         timeout_s=config.parallel.step_timeout_s,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from workers.config import GroupConfig
 from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, MODEL_METHODS
 from workers.engine.meter import MeteredModel
 from workers.engine.request import EngineLimits
-from workers.kernels import Quantization
+from workers.kernels import Quantization, TorchKernels
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.medusa import load_heads
@@ -22,12 +23,18 @@ from workers.runtime.ceilings import measure_ceilings, of_group
 from workers.runtime.device import choose_device, choose_dtype, choose_quantization, set_threads
 from workers.runtime.draft_model import DraftRunner
 from workers.runtime.errors import RankConfigError
+from workers.runtime.graphs.buckets import Buckets
+from workers.runtime.graphs.decoder import GraphedDecoder
+from workers.runtime.graphs.device import CudaDevice
+from workers.runtime.graphs.reserve import Reserve, measure_reserve
 from workers.runtime.handshake import Facts
 from workers.runtime.kv_pool import allocate_pool, free_bytes
 from workers.runtime.medusa import MedusaRunner
 from workers.runtime.model_work import WeightForms, model_work
 from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 from workers.runtime.runner import ModelRunner
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +75,7 @@ class RankModel:
         if rank == 0:
             self._open_folder_of_guesses()
         self._max_model_len = self._checked_max_model_len()
+        self._buckets: Buckets | None = None  # of CUDA graphs; None: there will be none
 
     def identity(self) -> Facts:
         """What the ranks compare. Reads all weight files once, for their digest."""
@@ -78,6 +86,7 @@ class RankModel:
             block_size=self._config.cache.block_size,
             tensor_parallel=self._size,
             max_model_len=self._max_model_len,
+            device=self.device,
         )
 
     def load(self, parallel: TensorParallel, ranks_on_machine: int) -> Decoder:
@@ -88,15 +97,22 @@ class RankModel:
             self._draft_decoder = load_decoder(
                 self._draft, self._dtype, self.device, TensorParallel(), quantization=form
             )
-        return load_decoder(
+        decoder = load_decoder(
             self._checkpoint, self._dtype, self.device, parallel, quantization=self._quantization
         )
+        # TorchKernels, where Triton is missing, wait for the device.
+        is_recordable = parallel.is_recordable and not isinstance(decoder.kernels, TorchKernels)
+        if self.device.type == "cuda" and self._config.parallel.cuda_graphs and is_recordable:
+            self._buckets = Buckets(self._max_rows(), self._max_model_len)
+        return decoder
 
-    def measure_blocks(self, ranks_on_machine: int) -> int:
-        """Blocks this rank can hold, now that the weights are in. Raises PoolTooSmall."""
+    def measure_blocks(self, decoder: Decoder, ranks_on_machine: int) -> int:
+        """Blocks this rank can hold, now that the weights are in, beside what steps take. On GPUs all ranks
+        compute a step for that. Raises PoolTooSmall."""
         is_host = self.device.type == "cpu"
+        reserve = self._reserve(decoder)
         free = FreeMemory(
-            num_bytes=free_bytes(self.device),
+            num_bytes=max(0, free_bytes(self.device) - reserve.num_bytes),
             num_sharers=ranks_on_machine if is_host else 1,
             is_host=is_host,
         )
@@ -109,16 +125,17 @@ class RankModel:
         )
 
     def runner(self, decoder: Decoder, num_blocks: int) -> ModelRunner:
-        """Allocates the pool."""
-        pool = allocate_pool(
-            self._checkpoint.spec,
-            num_blocks=num_blocks,
-            num_kv_heads=self._num_kv_heads(self._rank),
-            block_size=self._config.cache.block_size,
-            dtype=self._dtype,
-            device=self.device,
-        )
-        return ModelRunner(decoder, pool)
+        """Allocates the pool; on GPUs all ranks record their graphs over it."""
+        pool = self._pool(num_blocks)
+        if self._buckets is None:
+            return ModelRunner(decoder, pool)
+        device = CudaDevice(self.device)
+        graphs = GraphedDecoder(decoder, pool, self._buckets, device)
+        before = device.taken_bytes()
+        graphs.record()
+        taken = device.taken_bytes() - before
+        _log.info("%d graphs take %d MiB", graphs.num_graphs, taken >> 20)
+        return ModelRunner(graphs, pool)
 
     def draft_heads(self, decoder: Decoder) -> MedusaRunner | None:
         """Reads them; None where there are none."""
@@ -194,6 +211,35 @@ class RankModel:
             self._draft = Checkpoint(folder, self._checkpoint)
         elif method == MEDUSA:
             self._heads = MedusaFolder(folder, self._checkpoint)
+
+    def _reserve(self, decoder: Decoder) -> Reserve:
+        if self.device.type == "cpu":
+            return Reserve(step_bytes=0, graph_bytes=0)
+        found = measure_reserve(
+            decoder,
+            self._pool,
+            CudaDevice(self.device),
+            self._config.schedule,
+            block_size=self._config.cache.block_size,
+            max_model_len=self._max_model_len,
+            buckets=self._buckets,
+        )
+        _log.info("steps take %d MiB, graphs %d MiB", found.step_bytes >> 20, found.graph_bytes >> 20)
+        return found
+
+    def _max_rows(self) -> int:
+        """Most sequences that decode in a step."""
+        return min(self._config.schedule.max_running, self._config.schedule.max_step_tokens)
+
+    def _pool(self, num_blocks: int) -> torch.Tensor:
+        return allocate_pool(
+            self._checkpoint.spec,
+            num_blocks=num_blocks,
+            num_kv_heads=self._num_kv_heads(self._rank),
+            block_size=self._config.cache.block_size,
+            dtype=self._dtype,
+            device=self.device,
+        )
 
     def _draft_block_bytes(self) -> int:
         """That a block takes in the draft model's pool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -17,13 +18,23 @@ from workers.kernels import (
     header_of,
     unpack,
 )
-from workers.model.decoder import Decoder
+
+
+class StepDecoder(Protocol):
+    """`workers.model.decoder.Decoder`, or what replays its steps."""
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    def forward(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw] = ()) -> Drawn | None: ...
+
+    def meet(self, device: torch.device) -> None: ...
 
 
 class ModelRunner:
     """Owns decoder and pool of this rank. All ranks of a group run the same messages in the same order."""
 
-    def __init__(self, decoder: Decoder, pool: torch.Tensor) -> None:
+    def __init__(self, decoder: StepDecoder, pool: torch.Tensor) -> None:
         """pool: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim)."""
         self._decoder = decoder
         self._pool = pool

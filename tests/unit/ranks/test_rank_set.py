@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
-from workers.ranks.rank_set import RankLost, all_ranks
+from workers.ranks.rank_set import RankLost, all_ranks, side_by_side
 
 
 async def says(value: Any, *, after_s: float = 0.0) -> Any:
@@ -30,6 +30,20 @@ def failure_of(*calls: Awaitable[Any], wait_s: float) -> tuple[str, float]:
     with pytest.raises(RankLost) as caught:
         asyncio.run(run())
     return str(caught.value), time.monotonic() - began_at
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bundles"),
+    [
+        ("aaaa", [0, 1, 2, 3]),
+        ("abab", [0, 2, 1, 3]),
+        ("baab", [0, 3, 1, 2]),
+        ("cabcab", [0, 3, 1, 4, 2, 5]),
+        ("dcba", [0, 1, 2, 3]),
+    ],
+)
+def test_ranks_of_a_machine_follow_each_other(nodes: str, bundles: list[int]) -> None:
+    assert side_by_side(nodes) == bundles
 
 
 def test_all_results_in_order_of_ranks() -> None:

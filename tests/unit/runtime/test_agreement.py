@@ -24,6 +24,7 @@ from workers.engine.step import GroupFailed
 from workers.runtime.agreement import (
     agree_on_identity,
     agree_on_memory,
+    collectives_of,
     machine_id,
     memory_facts,
     num_blocks_of,
@@ -112,7 +113,7 @@ def test_ranks_agree_on_the_smallest_pool():
 
 
 def test_a_difference_is_told_to_all_ranks():
-    own = {"code": "a", "dtype": "float32", "machine": "m"}
+    own = {"code": "a", "dtype": "float32", "machine": "m", "device": "cpu"}
     with group() as made:
         accepting = accept_in_background(made.link)
         with follower(made) as other:
@@ -134,8 +135,23 @@ def test_a_difference_is_told_to_all_ranks():
 
 
 def test_machines_are_counted():
-    facts = [{"code": "a", "machine": name} for name in ("m", "n", "m")]
-    assert agree_on_identity(dict(enumerate(facts))) == {"m": 2, "n": 1}
+    facts = [{"code": "a", "machine": name, "device": "cpu"} for name in ("m", "n", "m")]
+    assert agree_on_identity(dict(enumerate(facts))) == {"m": 2, "n": 1, "collectives": "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "collectives"),
+    [(("cuda a", "cuda b"), "nccl"), (("cuda a", "cuda a"), "gloo"), (("cpu", "cpu"), "gloo")],
+)
+def test_nccl_takes_a_gpu_for_each_rank(devices: tuple[str, str], collectives: str) -> None:
+    facts = [{"machine": "m", "device": device} for device in devices]
+    assert collectives_of(agree_on_identity(dict(enumerate(facts)))) == collectives
+
+
+def test_ranks_on_different_kinds_of_devices_are_refused() -> None:
+    facts = [{"machine": "m", "device": device} for device in ("cuda a", "cpu")]
+    with pytest.raises(GroupFailed, match=r"different kinds of devices \(rank 0: cuda a, rank 1: cpu\)"):
+        agree_on_identity(dict(enumerate(facts)))
 
 
 def test_facts_that_are_no_facts_end_the_start_on_both_sides():

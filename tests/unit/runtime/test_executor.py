@@ -47,6 +47,9 @@ class FakeLink:
     def send_step(self, body: bytes) -> None:
         self.num_steps += 1
 
+    def end_step(self) -> None:
+        pass
+
     def explain(self, error: Exception, wait_s: float) -> GroupFailed:
         return GroupFailed(f"explained: {error}")
 

@@ -121,6 +121,38 @@ def test_a_closed_connection_is_noticed_at_once():
             made.link.send_step(b"")
 
 
+def test_a_step_of_rank_0_that_does_not_end_is_noticed_where_collectives_have_no_timeout():
+    with group() as made:
+        accepting = accept_in_background(made.link)
+        with follower(made) as other:
+            accepting.join(5)
+            interrupted = threading.Event()
+            made.link.interrupt_with(interrupted.set)
+            made.link.limit_steps()
+            reasons: list[str] = []
+
+            def follow() -> None:
+                try:
+                    list(other.steps())
+                except LeaderLost as error:
+                    reasons.append(str(error))
+
+            following = threading.Thread(target=follow)
+            following.start()
+            for body in (b"ends", b"waits for the next one"):
+                made.link.send_step(body)
+                made.link.end_step()
+            time.sleep(1.5 * TIMEOUT_S)  # between steps nothing is overdue
+            assert made.failures == []
+            made.link.send_step(b"hangs")
+            assert "rank 0 has been in step 3 for 1." in made.reason(within_s=3 * TIMEOUT_S)
+            assert "a rank hangs in a collective" in made.failures[0]
+            assert interrupted.is_set()
+            made.link.close()
+            following.join(5)
+            assert reasons == ["rank 0 died or hangs: connection closed"]
+
+
 def test_a_silent_follower_is_noticed_after_the_timeout():
     with group() as made:
         start = time.monotonic()

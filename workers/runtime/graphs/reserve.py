@@ -1,0 +1,88 @@
+"""Memory that steps need beside weights and KV pool, measured before the pool is made.
+
+The largest step that the schedule allows is computed once over a small pool; then the two largest graphs are
+recorded, of which the second one tells what each further graph adds. Both are then dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from workers.config import ScheduleConfig
+from workers.kernels import MAX_LOGIT_ROWS, Draw, StepMessage, pack_step
+from workers.model.decoder import Decoder
+from workers.runtime.graphs.buckets import Buckets
+from workers.runtime.graphs.decoder import GraphedDecoder
+from workers.runtime.graphs.device import GraphDevice
+
+# Both filters: the form of sampling that needs most.
+_HARDEST = Draw(temperature=1.0, top_k=0, top_p=0.9, min_p=0.05, uniform=0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Bytes of the device to leave free of KV blocks."""
+
+    step_bytes: int
+    graph_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.step_bytes + self.graph_bytes
+
+
+def measure_reserve(
+    decoder: Decoder,
+    make_pool: Callable[[int], torch.Tensor],
+    graph_device: GraphDevice,
+    schedule: ScheduleConfig,
+    *,
+    block_size: int,
+    max_model_len: int,
+    buckets: Buckets | None,
+) -> Reserve:
+    """make_pool: a pool of so many blocks. buckets: of the graphs that there will be; None: there are none.
+    Several ranks call this at the same time."""
+    message, num_blocks = largest_step(schedule.max_step_tokens, block_size, max_model_len)
+    pool = make_pool(num_blocks)
+    num_rows = min(MAX_LOGIT_ROWS, schedule.max_step_tokens)
+
+    def step() -> None:
+        drawn = decoder.forward(message, pool)
+        if drawn is not None:
+            decoder.draw(drawn.logits, drawn.hidden, [_HARDEST] * num_rows)
+
+    step()  # compiles
+    step_bytes = graph_device.peak_bytes(step)
+    if buckets is None:
+        return Reserve(step_bytes=step_bytes, graph_bytes=0)
+    keys = buckets.keys()
+    graphs = GraphedDecoder(decoder, pool, buckets, graph_device)
+    taken = [graph_device.taken_bytes()]
+    for key in keys[:2]:
+        graphs.record([key])
+        taken.append(graph_device.taken_bytes())
+    first = max(0, taken[1] - taken[0])
+    another = max(0, taken[-1] - taken[1])
+    return Reserve(step_bytes=step_bytes, graph_bytes=first + (len(keys) - 1) * another)
+
+
+def largest_step(max_step_tokens: int, block_size: int, max_model_len: int) -> tuple[StepMessage, int]:
+    """Prompts that fill the budget, with as many rows of logits as a pass has, and the blocks they take."""
+    lens = [max_model_len] * (max_step_tokens // max_model_len)
+    if max_step_tokens % max_model_len:
+        lens.append(max_step_tokens % max_model_len)
+    counts = [-(-length // block_size) for length in lens]
+    num_rows = min(MAX_LOGIT_ROWS, max_step_tokens)
+    message = pack_step(
+        lens=lens,
+        starts=[0] * len(lens),
+        block_counts=counts,
+        token_ids=[0] * max_step_tokens,
+        blocks=range(sum(counts)),
+        logit_rows=range(max_step_tokens - num_rows, max_step_tokens),
+    )
+    return message, sum(counts)
