@@ -94,17 +94,19 @@ def paged_attention(
     group, width = heads // kv_heads, width_of(dim)
     has_window, has_cap = sliding_window is not None, soft_cap is not None
     constants = (*(group, dim, width, keys.shape[2], shape.rows, shape.tile, SPLIT, has_window, has_cap),)
-    num_warps = 4 if width <= 128 else 8
+    # Registers: codes are held twice for a while. Shared memory: float32 has none left for a second stage.
+    row_bytes = width * q.element_size() * (1 if scales is None else 2)
+    num_warps, num_stages = (4 if row_bytes <= 256 else 8), (2 if q.element_size() == 2 else 1)
     if not shape.has_parts:
         attend[(shape.query_tiles, kv_heads)](
-            *(*inputs, out, None, None, None, *constants), num_warps=num_warps, num_stages=2
+            *(*inputs, out, None, None, None, *constants), num_warps=num_warps, num_stages=num_stages
         )
         return out
     bests = torch.empty((num_tokens, heads, shape.splits), dtype=torch.float32, device=q.device)
     masses = torch.empty_like(bests)
     parts = torch.empty((num_tokens, heads, shape.splits, dim), dtype=torch.float32, device=q.device)
     attend[(shape.query_tiles, kv_heads, shape.splits)](
-        *(*inputs, None, bests, masses, parts, *constants), num_warps=num_warps, num_stages=2
+        *(*inputs, None, bests, masses, parts, *constants), num_warps=num_warps, num_stages=num_stages
     )
     fold_splits[(num_tokens, kv_heads)](
         *(bests, masses, parts, batch.positions, out, shape.splits, sliding_window or 0),

@@ -2,7 +2,7 @@
 
 The interpreter runs a kernel operation by operation in numpy. It is chosen by an environment variable that is
 read when a function of Triton is defined, so for a process that has it from the start:
-`tests.unit.kernels.test_gpu` starts one. Any other process does not collect the tests of this folder. By hand:
+`tests.unit.kernels.test_gpu` starts one. Any other process collects no test of this folder. By hand:
 TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/gpu
 
 numpy has no bfloat16: the interpreter keeps its bits in uint16, cuts them off instead of rounding, makes them
