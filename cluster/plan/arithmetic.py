@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from workers.model.architecture import ModelSpec
-from workers.model.names import expected_tensors
+from workers.model.expected import expected_tensors
 from workers.runtime.pool_size import bytes_per_block
 
 INT4_GROUP = 32  # as workers.kernels.quantized.GROUP: inputs that share a scale and a minimum

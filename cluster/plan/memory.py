@@ -140,7 +140,8 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
     row = 4 * spec.hidden_size + (2 * queries + 2 * keys) * spec.head_dim + 3 * inner
     tokens = shape.schedule.max_step_tokens
     logit_rows = min(shape.schedule.max_running, _KEPT_LOGIT_ROWS)
-    turns = 0 if spec.rotary is None else spec.max_model_len * spec.rotary.dim * 4
+    turning = sum(rotary.dim for rotary in spec.rotaries)
+    turns = spec.max_model_len * turning * 4
     head_copy = 0
     if not device.is_gpu and model.is_tied and shape.quantization == "none":
         head_copy = vocab * spec.hidden_size * element
@@ -159,11 +160,7 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
             name="temporary buffers",
             num_bytes=logit_rows * spec.vocab_size * 4 + turns + head_copy,
             formula=f"logits {logit_rows} x V {spec.vocab_size:,} x 4 B"
-            + (
-                f" + rotary {spec.max_model_len:,} x {spec.rotary.dim} x 4 B"
-                if spec.rotary is not None
-                else ""
-            )
+            + (f" + rotary {spec.max_model_len:,} x {turning} x 4 B" if turning else "")
             + (f" + packed head {vocab:,} x {spec.hidden_size} x {element} B" if head_copy else ""),
         ),
     ]

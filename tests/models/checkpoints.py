@@ -2,23 +2,21 @@
 
 Two kinds:
 
-- FAMILIES: one randomly weighted model for every kind of decoder we serve. Weights are *perturbed*: a fresh
+- one randomly weighted model for every family of `tests.models.families`. Weights are *perturbed*: a fresh
   transformers model has all biases 0 and all norm weights 1, which hides most faults of biases and norms.
-  To add a family, add one line to FAMILIES.
 - scripted models whose output is known without running anything: `pos_script` says a fixed text, `successor`
   always says perm[last token].
 
 Random models have near ties, where 1e-6 between two correct programs changes the greedy token.
-The seed of every family was therefore screened: `SEEDS` are the smallest seeds whose gap between the best and
-the second logit is at least MARGIN at every graded step (`python -m tests.models.screen` finds them); the
-oracle checks the gap again whenever it makes the reference ids.
+The seed of every family was therefore screened: the smallest whose gap between the best and the second logit
+is at least MARGIN at every graded step (`python -m tests.models.screen` finds it); the oracle checks the gap
+again whenever it makes the reference ids.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,116 +26,15 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
+
+from tests.models.families import FAMILIES, Family
 
 MARGIN = 1e-2  # least gap between the two best logits at every graded step
 NUM_GRADED_TOKENS = 20  # new tokens of every graded prompt
 GRADED_PROMPT_LENGTHS = (1, 7, 16, 17, 40)  # tokens; around block and chunk borders
-
-
-@dataclass(frozen=True)
-class Family:
-    """A kind of decoder: how its config is made. `config` takes overrides of config fields."""
-
-    name: str
-    config: Callable[..., PreTrainedConfig]
-    overrides: Mapping[str, object]
-
-
-_TINY: dict[str, object] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-_TINY_NO_HEAD_DIM = {key: value for key, value in _TINY.items() if key != "head_dim"}
-_TINY_GPT2: dict[str, object] = {
-    "vocab_size": 128,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-def _rope(kind: str, **values: float) -> dict[str, object]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
-
-
-# The one list of families. Everything that says "every family" runs over it.
-FAMILIES: tuple[Family, ...] = (
-    Family("llama", LlamaConfig, _TINY),
-    Family("llama_tied", LlamaConfig, {**_TINY, "tie_word_embeddings": True}),
-    Family("llama_biased", LlamaConfig, {**_TINY, "attention_bias": True, "mlp_bias": True}),
-    Family("llama_head_dim_24", LlamaConfig, {**_TINY, "head_dim": 24}),
-    Family("llama_head_dim_8_mqa", LlamaConfig, {**_TINY, "head_dim": 8, "num_key_value_heads": 1}),
-    Family("llama_linear", LlamaConfig, {**_TINY, **_rope("linear", factor=4.0)}),
-    Family(
-        "llama_llama3",
-        LlamaConfig,
-        {
-            **_TINY,
-            **_rope(
-                "llama3",
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=64,
-            ),
-        },
-    ),
-    Family(
-        "llama_yarn",
-        LlamaConfig,
-        {**_TINY, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)},
-    ),
-    Family("mistral", MistralConfig, {**_TINY, "sliding_window": 16}),
-    Family("qwen2", Qwen2Config, {**_TINY_NO_HEAD_DIM, "tie_word_embeddings": True}),
-    Family(
-        "qwen2_sliding",
-        Qwen2Config,
-        {
-            **_TINY_NO_HEAD_DIM,
-            "num_hidden_layers": 3,
-            "use_sliding_window": True,
-            "sliding_window": 16,
-            "max_window_layers": 1,
-        },
-    ),
-    Family("qwen3", Qwen3Config, {**_TINY, "head_dim": 24}),
-    Family("gpt2", GPT2Config, _TINY_GPT2),
-)
-
-# Screened with MARGIN over the graded prompts; see the module's beginning.
-SEEDS: Mapping[str, int] = {
-    "llama": 2,
-    "llama_tied": 9,
-    "llama_biased": 2,
-    "llama_head_dim_24": 7,
-    "llama_head_dim_8_mqa": 3,
-    "llama_linear": 18,
-    "llama_llama3": 2,
-    "llama_yarn": 45,
-    "mistral": 10,
-    "qwen2": 0,
-    "qwen2_sliding": 61,
-    "qwen3": 5,
-    "gpt2": 1,
-}
 
 
 def family(name: str) -> Family:
@@ -174,7 +71,7 @@ def build(folder: Path, entry: Family, *, seed: int | None = None, **overrides: 
     """Saves a perturbed checkpoint of a family and returns its folder. Without `seed`: the screened one."""
     config = entry.config(**{**entry.overrides, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    perturb(model, SEEDS.get(entry.name, 0) if seed is None else seed)
+    perturb(model, entry.seed if seed is None else seed)
     return save(folder, model)
 
 

@@ -132,7 +132,7 @@ class Oracle:
     def _forget_dynamic_rotary(self) -> None:
         """Dynamic rotary scaling keeps the longest length seen; every call must start as a fresh model."""
         rotary = getattr(getattr(self.model, "model", None), "rotary_emb", None)
-        if rotary is not None:
+        if hasattr(rotary, "original_inv_freq"):
             rotary.inv_freq = rotary.original_inv_freq.clone()
             rotary.max_seq_len_cached = rotary.original_max_seq_len
 

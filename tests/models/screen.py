@@ -1,4 +1,4 @@
-"""Finds the seeds of `checkpoints.SEEDS`: `python -m tests.models.screen [family ...]` prints its lines."""
+"""Finds seeds for `tests.models.families`: `python -m tests.models.screen [family ...]` prints them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from tests.models import checkpoints
 from tests.models.oracle import Oracle
@@ -27,7 +28,8 @@ def smallest_seed(entry: checkpoints.Family, limit: int = 400) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     wanted = sys.argv[1:]
     for entry in checkpoints.FAMILIES:
         if not wanted or entry.name in wanted:
-            print(f'    "{entry.name}": {smallest_seed(entry)},', flush=True)
+            print(f"{entry.name}: seed {smallest_seed(entry)}", flush=True)

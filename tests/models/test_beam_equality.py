@@ -15,6 +15,7 @@ import pytest
 
 from tests.models import checkpoints
 from tests.models.engine_groups import GREEDY, Client, group_config, start_group
+from tests.models.families import CORE
 from tests.models.oracle import BeamOptions, Oracle
 from workers.runtime.launch import LocalGroup
 from workers.types import BeamParams, EarlyStopping, FinishReason, RequestId, SamplingParams
@@ -30,7 +31,7 @@ OPTIONS = (
     BeamOptions(),
 )
 LENGTHS = (1, 7, 16, 17, 33, 40, 23)  # of prompts
-NAMES = [entry.name for entry in checkpoints.FAMILIES]
+NAMES = [entry.name for entry in CORE]
 
 
 @dataclass(frozen=True)

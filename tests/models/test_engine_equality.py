@@ -1,6 +1,6 @@
 """Greedy tokens equal transformers', whatever the engine does on the way.
 
-Every family, on one rank and on two; prompts alone and among fifteen others; chunks of 1, 7, 16 tokens and
+Every core family, on one rank and on two; prompts alone and among others; chunks of 1, 7, 16 tokens and
 unlimited; with and without a cached prefix; preempted in the middle. The prompts and seeds have no near ties,
 so the comparison is exact.
 """
@@ -15,6 +15,7 @@ import pytest
 
 from tests.models import checkpoints
 from tests.models.engine_groups import BLOCK_SIZE, GREEDY
+from tests.models.families import CORE
 from tests.models.served import PROMPTS, Served, serve
 
 OTHERS = [
@@ -24,7 +25,7 @@ CHUNKS = (1, 7, 16, None)
 
 # On two ranks a step costs several times more; the variants of a family differ in what a rank does alone.
 ON_TWO_RANKS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "llama_head_dim_8_mqa")
-GROUPS = [(entry.name, 1) for entry in checkpoints.FAMILIES] + [(name, 2) for name in ON_TWO_RANKS]
+GROUPS = [(entry.name, 1) for entry in CORE] + [(name, 2) for name in ON_TWO_RANKS]
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda pair: f"{pair[0]}-tp{pair[1]}")

@@ -1,4 +1,4 @@
-"""Every family with weights of 8 and 4 bits, against transformers with the same values in its matrices."""
+"""Every core family with weights of 8 and 4 bits, against transformers with these values in its matrices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from tests.models import checkpoints
 from tests.models.engine_groups import Client, group_config
+from tests.models.families import CORE
 from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
 from tests.models.ranks import Found, Work, run_ranks
@@ -24,7 +25,7 @@ from workers.runtime.errors import RankConfigError
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank_model import RankModel
 
-EVERY_FAMILY = [entry.name for entry in checkpoints.FAMILIES]
+EVERY_FAMILY = [entry.name for entry in CORE]
 FORMS = [Quantization.INT8, Quantization.INT4]
 TEXT = checkpoints.prompt_ids(50)
 Folders = Callable[[str], Path]

@@ -16,12 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.models import checkpoints
-from tests.models.loading import logits_of, paged_model
+from tests.models.families import FAMILIES
+from tests.models.loading import logits_of, paged_model, reads_in_chunks
 from tests.models.oracle import Oracle
 from tests.models.ranks import Found, Work, run_ranks
+from workers.model.checkpoint import Checkpoint
 
 LLAMA = checkpoints.family("llama")
-EVERY_FAMILY = [entry.name for entry in checkpoints.FAMILIES]
+EVERY_FAMILY = [entry.name for entry in FAMILIES]
 TEXT = checkpoints.prompt_ids(40)
 
 # Shapes that do not divide by the group sizes. Each is a change of the llama family, with seed 1.
@@ -55,7 +57,7 @@ def two_ranks(
             texts=[TEXT, TEXT[:17]],
             prompts=checkpoints.graded_prompts(),
             num_tokens=checkpoints.NUM_GRADED_TOKENS,
-            chunk=16,
+            chunk=16 if reads_in_chunks(Checkpoint(family_folder(name)).spec) else None,
         )
     for name, overrides in SHAPES.items():
         folder = checkpoints.build(root / name, LLAMA, seed=1, **overrides)

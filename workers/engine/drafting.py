@@ -97,6 +97,7 @@ class Drafting:
         self._block_size = block_size
         self._governor = governor
         self._guessing_s = 0.0  # of the step
+        self.reads_blocks = isinstance(guesses, ModelGuesses)  # all of a sequence's, beside the model
 
     def start(self, decoding: Sequences[Sequence], max_rows: int) -> None:
         """Gives each sequence the guesses to check in the next step, all rows together at most `max_rows`,

@@ -106,6 +106,7 @@ class Engine:
             in_progress=in_progress,
             exchange=self._exchange,
             drafting=self._drafting,
+            window=limits.window,
         )
         self._grammars = Grammars(grammars, clock)
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices

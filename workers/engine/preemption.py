@@ -38,14 +38,14 @@ def lost_tokens(sequence: Sequence, pool: BlockPool, block_size: int) -> int:
     """
     if sequence.search is not None:
         # All of them go together, so what they share among themselves counts, once.
-        held = Counter(chain(sequence.block_table, *sequence.search.tables))
-        return block_size * sum(pool.num_owners(block) == count for block, count in held.items())
-    num_own = 0
-    for block in reversed(sequence.block_table):
+        counts = Counter(chain(sequence.block_table, *sequence.search.tables))
+        return block_size * sum(pool.num_owners(block) == count for block, count in counts.items())
+    num_own, held = 0, sequence.held_blocks
+    for block in reversed(held):
         if pool.num_owners(block) > 1:
             break
         num_own += 1
-    num_shared = len(sequence.block_table) - num_own
+    num_shared = len(held) - num_own
     if num_own == 0:
         return 0
     # Blocks reserved for this step hold nothing yet: giving those back costs least, but is no longer free.

@@ -63,7 +63,7 @@ class Queues(NamedTuple):
         """Of all that run, hypotheses too."""
         running = self._running()
         searches = (sequence.search for sequence in running if sequence.search is not None)
-        tables = [sequence.block_table for sequence in running]
+        tables = [sequence.held_blocks for sequence in running]
         return tables + [table for search in searches for table in search.tables]
 
     def _running(self) -> list[Sequence]:

@@ -47,6 +47,7 @@ class EngineLimits:
     max_model_len: int  # prompt and output tokens together
     eos_token_ids: tuple[int, ...]
     is_prefix_reusable: bool = True  # False: what a block holds depends on the tokens after it too
+    window: int | None = None  # tokens that a row sees at most, itself included; None: all
 
 
 class RequestState:

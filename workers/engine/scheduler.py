@@ -22,6 +22,7 @@ from operator import attrgetter
 
 from workers.config import ScheduleConfig
 from workers.engine.block_pool import BlockPool
+from workers.engine.computed import ComputedBlocks
 from workers.engine.demand import OutputLengthEstimate
 from workers.engine.drafting import Drafting
 from workers.engine.exchange import KVExchange
@@ -52,7 +53,9 @@ class Scheduler:
         in_progress: PrefixesInProgress,
         exchange: KVExchange,
         drafting: Drafting | None = None,
+        window: int | None = None,
     ) -> None:
+        """window: tokens that a row sees at most; None: all."""
         check_limits(schedule, block_size)
         self._pool = pool
         self._block_size = block_size
@@ -67,6 +70,13 @@ class Scheduler:
         self._searching: list[Sequence] = []  # in the order of their first tokens
         self._extra_rows = 0  # of running sequences, beyond one each
         self._in_progress = in_progress
+        self._computed = ComputedBlocks(
+            pool=pool,
+            block_size=block_size,
+            prefix_reuse=prefix_reuse,
+            window=None if drafting is not None and drafting.reads_blocks else window,
+            in_progress=in_progress,
+        )
         self._exchange = exchange
         self._drafting = drafting
         self.num_steps = 0
@@ -124,8 +134,7 @@ class Scheduler:
         """The step has computed this many more tokens of a running sequence."""
         sequence.num_computed += num_tokens
         self.running_tokens += num_tokens
-        if sequence.num_computed - sequence.num_sealed * self._block_size >= self._block_size:
-            self._seal(sequence)
+        self._computed.note(sequence)
         if sequence.state is _PREFILLING:
             self._set_backlog(sequence, sequence.num_tokens - sequence.num_computed)
 
@@ -186,8 +195,7 @@ class Scheduler:
     def remove_spoiled(self, sequence: Sequence) -> None:
         """Takes out a running sequence whose values are not numbers: none of its blocks stays findable,
         because nobody knows where it began, and once free they are zeroed before the next step."""
-        for block in sequence.block_table:
-            self._pool.spoil(block)
+        self._computed.spoil(sequence)
         if sequence.search is not None:
             sequence.search.spoil(self._pool)
         self.remove(sequence)
@@ -290,8 +298,8 @@ class Scheduler:
         self._extra_rows -= sequence.num_rows - 1
         self._in_progress.withdraw(sequence)
         self.running_tokens -= sequence.num_computed
-        self._pool.free_table(sequence.block_table)
-        sequence.block_table = []
+        self._pool.free_table(sequence.held_blocks)
+        sequence.block_table, sequence.num_released = [], 0
 
     # -- admission ----------------------------------------------------------------------------------------
 
@@ -374,6 +382,7 @@ class Scheduler:
         self._set_backlog(sequence, sequence.num_tokens - num_cached)
         if self._prefix_reuse:
             self._in_progress.announce(sequence)
+        self._computed.note(sequence)
         cached_prompt = min(num_cached, sequence.prompt_len)  # what another group has begun may be cached too
         if sequence.num_cached is None:
             sequence.num_cached = cached_prompt
@@ -386,14 +395,3 @@ class Scheduler:
             self.cached_tokens_total += cached_prompt
             fetched = sequence.parent.num_fetched_blocks * self._block_size
             self.remote_tokens_total += min(fetched, cached_prompt)
-
-    # -- seals ---------------------------------------------------------------------------------------------
-
-    def _seal(self, sequence: Sequence) -> None:
-        if not self._prefix_reuse:
-            return
-        for index in range(sequence.num_sealed, sequence.num_computed // self._block_size):
-            block_hash = sequence.hash_of_block(index, self._block_size)
-            self._pool.seal(sequence.block_table[index], block_hash)
-            self._in_progress.finish(sequence, block_hash)
-        sequence.num_sealed = sequence.num_computed // self._block_size

@@ -3,6 +3,7 @@
     tokens     prompt and output so far; the last one of a decoding sequence is not yet computed
     computed   the first `num_computed` of them have their keys and values in the pool
     sealed     the first `num_sealed` blocks are full, computed, and were offered to the prefix cache
+    released   the first `num_released` blocks will not be read again and were given back
 
     0 <= num_sealed * block_size <= num_computed <= num_tokens,   block_table covers at least num_computed
     tokens
@@ -66,6 +67,7 @@ class Sequence:
         "max_num_tokens",
         "num_cached",
         "num_computed",
+        "num_released",
         "num_rows",
         "num_sealed",
         "output",
@@ -93,6 +95,7 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.num_computed = 0
         self.num_sealed = 0
+        self.num_released = 0  # blocks at the begin of the table that are no longer its own
         self.block_table: list[int] = []
         # Of full blocks; those of the output come as they are sealed.
         self.hashes = list(parent.prompt_hashes)
@@ -125,6 +128,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return self.prompt_len + len(self.output)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Those of the table that it owns."""
+        return self.block_table[self.num_released :]
 
     @property
     def num_readable(self) -> int:
@@ -251,6 +259,7 @@ class Sequence:
         self.block_table = []
         self.num_computed = 0
         self.num_sealed = 0
+        self.num_released = 0
         self.waits_for = None
         self.draft_progress = None
 

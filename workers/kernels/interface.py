@@ -137,11 +137,14 @@ class Kernels(Protocol):
         batch: StepBatch,
         scale: float,
         sliding_window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention of every row to its own sequence through the block table: (T, heads, d).
 
         The keys and values of this step must have been written. heads is a multiple of kv_heads; query head
         h reads kv head h // (heads / kv_heads). A row at position p sees positions max(0, p - window + 1)..p.
+        soft_cap c: a score s becomes c tanh(s / c) (Gemma 2, 2024). With a window, blocks that end before the
+        first position that a row sees, rounded down to a multiple of 64, may be anybody's and hold anything.
         """
         ...
 

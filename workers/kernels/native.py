@@ -120,8 +120,11 @@ class CpuKernels:
         batch: StepBatch,
         scale: float,
         sliding_window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         assert q.dtype == self._dtype, (q.dtype, self._dtype)
+        if soft_cap is not None:
+            return self._torch.paged_attention(q, k_cache, v_cache, batch, scale, sliding_window, soft_cap)
         q = _heads(q)
         tokens, heads, dim = q.shape
         check_caches(k_cache, v_cache, self._dtype)

@@ -78,6 +78,7 @@ class TorchKernels:
         batch: StepBatch,
         scale: float,
         sliding_window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if q.shape[0] == 0:
@@ -86,19 +87,22 @@ class TorchKernels:
         for sequences in _groups(query_lens, q.shape[1] * batch.max_context_len):
             rows, valid = _padded_rows(batch, query_lens, sequences)
             tables = batch.block_tables[sequences].long()
-            written = batch.context_lens[sequences]
-            keys, values = _gather(k_cache, tables, written), _gather(v_cache, tables, written)
             queries = q[rows].float().transpose(1, 2)  # (s, heads, Q, d)
-            mask = _visible(batch.positions[rows], keys.shape[2], sliding_window)
+            context = tables.shape[1] * k_cache.shape[2]
+            mask = _visible(batch.positions[rows], context, sliding_window)
             if batch.parents is not None:
                 for place, sequence in enumerate(sequences):
-                    seen = _visible_in_tree(batch, sequence, keys.shape[2], sliding_window)
+                    seen = _visible_in_tree(batch, sequence, context, sliding_window)
                     mask[place, : len(seen)] = seen
+            unseen = ~mask.any(1)
+            keys, values = _gather(k_cache, tables, unseen), _gather(v_cache, tables, unseen)
             mask = mask[:, None]
             group = queries.shape[1] // keys.shape[1]
             keys = keys.repeat_interleave(group, dim=1)
             values = values.repeat_interleave(group, dim=1)
             scores = (queries @ keys.transpose(2, 3)) * scale
+            if soft_cap is not None:
+                scores = torch.tanh(scores / soft_cap) * soft_cap
             weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
             found = (weights @ values).transpose(1, 2).to(q.dtype)  # (s, Q, heads, d)
             out[rows[valid]] = found[valid]
@@ -178,14 +182,14 @@ def _padded_rows(
     return rows.long(), valid
 
 
-def _gather(cache: torch.Tensor, tables: torch.Tensor, context_lens: torch.Tensor) -> torch.Tensor:
-    """Pages of the block tables (s, W) as (s, kv_heads, W * block_size, d), float32; zero past the context.
+def _gather(cache: torch.Tensor, tables: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
+    """Pages of the block tables (s, W) as (s, kv_heads, W * block_size, d), float32; zero where no row of the
+    sequence sees them: unseen (s, W * block_size).
 
-    What an earlier sequence left there may be NaN or infinite, which a probability of 0 would not cancel.
+    What another sequence left there may be NaN or infinite, which a probability of 0 would not cancel.
     """
     pages = cache[tables].float().transpose(1, 2).flatten(2, 3)
-    stale = torch.arange(pages.shape[2], device=pages.device) >= context_lens[:, None]
-    return pages.masked_fill_(stale[:, None, :, None], 0.0)
+    return pages.masked_fill_(unseen[:, None, :, None], 0.0)
 
 
 def _visible(positions: torch.Tensor, context: int, sliding_window: int | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ class RotaryKind(Enum):
     DYNAMIC = "dynamic"  # NTK-aware: the base grows with the length (bloc97, emozilla 2023)
     LLAMA3 = "llama3"  # long wavelengths divided, short ones kept (Llama 3.1)
     YARN = "yarn"  # a ramp between the two, and warmer attention (Peng et al. 2023)
+    LONGROPE = "longrope"  # a factor for every pair, others in long contexts (Ding et al. 2024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class RotarySpec:
     kind: RotaryKind
     theta: float
     dim: int  # elements of a head that turn; even
-    trained_positions: int  # length before stretching; where DYNAMIC sets in
+    trained_positions: int  # length before stretching; where DYNAMIC and the long factors of LONGROPE set in
     factor: float = 1.0
     attention_factor: float = 1.0  # multiplies cos and sin
     low_freq_factor: float = 1.0  # LLAMA3
@@ -33,13 +34,44 @@ class RotarySpec:
     beta_fast: float = 32.0  # YARN
     beta_slow: float = 1.0  # YARN
     truncate: bool = True  # YARN: ramp between whole dimensions
+    short_factors: tuple[float, ...] = ()  # LONGROPE: what divides the frequency of each pair
+    long_factors: tuple[float, ...] = ()  # LONGROPE: the same beyond trained_positions
+
+    def depends_on_length(self, longest_context: int) -> bool:
+        """Whether, in a context of that many tokens, more than its position tells how far a token turns."""
+        varies = self.kind in (RotaryKind.DYNAMIC, RotaryKind.LONGROPE)
+        return varies and longest_context > self.trained_positions
 
 
 class NormKind(Enum):
-    """The norm before attention, MLP and head."""
+    """What the norms of layers and of the head do."""
 
     RMS = "rms"
-    LAYER = "layer"  # with bias
+    LAYER = "layer"
+
+
+class NormPlaces(Enum):
+    """Where a layer has norms."""
+
+    BEFORE = "before"  # attention and MLP
+    AFTER = "after"  # them, before their result joins the residual stream
+    AROUND = "around"  # both
+
+
+class LayerOrder(Enum):
+    """What the MLP of a layer reads."""
+
+    SERIAL = "serial"  # the residual stream with the result of attention in it
+    PARALLEL = "parallel"  # what attention reads too, through a norm of its own
+    PARALLEL_ONE_NORM = "parallel_one_norm"  # what attention reads too, through the same norm
+
+
+class QkNorm(Enum):
+    """RMS norm of queries and keys before they turn."""
+
+    NONE = "none"
+    HEADS = "heads"  # of every head by itself
+    WIDTH = "width"  # of all query heads as one vector, and of all key heads
 
 
 class Activation(Enum):
@@ -66,16 +98,25 @@ class ModelSpec:
     max_model_len: int  # longest context in tokens
     norm: NormKind
     norm_eps: float
+    norm_bias: bool = False
+    norm_offset: float = 0.0  # added to all norm weights of the files
+    norm_places: NormPlaces = NormPlaces.BEFORE
+    order: LayerOrder = LayerOrder.SERIAL
     gated_mlp: bool  # activation(gate) * up, else activation(up)
     activation: Activation
     qkv_bias: bool
     output_bias: bool  # of the attention output projection
     mlp_bias: bool
-    qk_norm: bool  # RMS norm of every query and key head
-    rotary: RotarySpec | None
-    learned_positions: bool  # a table of max_model_len rows is added to the embedding
+    qk_norm: QkNorm = QkNorm.NONE
+    rotary: tuple[RotarySpec | None, ...]  # per layer; None: nothing turns
+    learned_positions: bool = False  # a table of max_model_len rows is added to the embedding
     attention_scale: tuple[float, ...]  # per layer
+    attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     sliding_window: tuple[int | None, ...]  # per layer: tokens a row sees, itself included; None: all
+    embedding_multiplier: float = 1.0  # rounded to the dtype of the model
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None  # as attention_soft_cap, after the division
     tie_word_embeddings: bool  # what the config says; the weight files decide (see weights.py)
 
     @property
@@ -83,15 +124,22 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def norm_bias(self) -> bool:
-        return self.norm is NormKind.LAYER
+    def longest_window(self) -> int | None:
+        """Tokens that a row sees in the layer that sees most; None: all."""
+        windows = [window for window in self.sliding_window if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
 
     @property
-    def is_prefix_reusable(self) -> bool:
-        """Whether keys depend on the tokens before them only. Dynamic rotary scaling makes them depend on the
-        length of the step's context too, so that blocks of a shorter prompt do not fit a longer one.
+    def rotaries(self) -> tuple[RotarySpec, ...]:
+        """The different ones of the layers."""
+        return tuple(dict.fromkeys(rotary for rotary in self.rotary if rotary is not None))
+
+    def is_prefix_reusable(self, max_model_len: int) -> bool:
+        """Whether keys depend on the tokens before them only, in contexts of up to `max_model_len` tokens.
+        Some rotary scaling makes them depend on the length of the step's context too, so that blocks of a
+        shorter prompt do not fit a longer one.
         """
-        return self.rotary is None or self.rotary.kind is not RotaryKind.DYNAMIC
+        return not any(rotary.depends_on_length(max_model_len) for rotary in self.rotaries)
 
     def kv_heads_of_rank(self, rank: int, tensor_parallel: int) -> range:
         """KV heads that a rank holds."""

@@ -15,12 +15,13 @@ from pathlib import Path
 from workers.model.architecture import ModelSpec
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
+from workers.model.expected import expected_tensors
 from workers.model.files import read_json, read_weight_headers
 from workers.model.formats.declared import layout_from_config
 from workers.model.formats.expected import expected_parts, problem_with, stem_in
 from workers.model.formats.layouts import Entries, Kept, Layout
 from workers.model.lending import DRAFT_TOKEN_IDS, lent_tensors, problem_with_ids
-from workers.model.names import WeightNames, expected_tensors
+from workers.model.names import WeightNames
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
 from workers.model.spec import spec_from_config
 
@@ -61,7 +62,7 @@ class Checkpoint:
         )
         self.eos_token_ids = self._end_ids()
         self._headers = read_weight_headers(self.folder)
-        own = _collect(self._headers)
+        own = _collect(self._headers, self.spec.weights)
         self.has_draft_token_ids = lender is not None and DRAFT_TOKEN_IDS in own
         lent = {} if lender is None else lent_tensors(self.folder, self.spec, own, lender)
         self.tensors: Mapping[str, StoredTensor] = {**own, **lent}
@@ -257,11 +258,12 @@ class Checkpoint:
             return not any(stream.read(stored.entry.stop - stored.entry.start))
 
 
-def _collect(headers: list[SafetensorsHeader]) -> dict[str, StoredTensor]:
+def _collect(headers: list[SafetensorsHeader], names: WeightNames) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     doubled = []
     for header in headers:
-        for name, entry in header.tensors.items():
+        for stored, entry in header.tensors.items():
+            name = names.name_of(stored)
             if name in found:
                 doubled.append(f"{name} in {found[name].file.name} and {header.file.name}")
             found[name] = StoredTensor(file=header.file, entry=entry)

@@ -25,6 +25,11 @@ class ConfigFields:
         """Whether the key is written down at all, be it with null."""
         return key in self._values
 
+    def without(self, *keys: str) -> ConfigFields:
+        """As if these keys were not there."""
+        kept = {key: value for key, value in self._values.items() if key not in keys}
+        return ConfigFields(kept, self._where)
+
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -37,6 +42,18 @@ class ConfigFields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self._wrong(key, value, f"a number from {low:g} to {high:g}")
         return float(value)
+
+    def optional_integer(self, key: str, default: int | None, *, low: int = 1, high: int) -> int | None:
+        """As `integer`; the default stands for a key that is not there at all, and null means None."""
+        if self.has(key):
+            return self.integer(key, low=low, high=high)
+        return None if self.mentions(key) else default
+
+    def optional_number(self, key: str, default: float | None, *, low: float, high: float) -> float | None:
+        """As `number`, with defaults as in `optional_integer`."""
+        if self.has(key):
+            return self.number(key, low=low, high=high)
+        return None if self.mentions(key) else default
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self._value(key, default)
@@ -70,6 +87,19 @@ class ConfigFields:
                 raise self._wrong(key, value, f"integers from {low} to {high}")
             found.append(entry)
         return found
+
+    def numbers(self, key: str, count: int, *, low: float, high: float) -> tuple[float, ...]:
+        """A list of exactly `count` numbers."""
+        value = self._value(key, None)
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(
+                isinstance(n, int | float) and not isinstance(n, bool) and low <= n <= high for n in value
+            )
+        ):
+            raise self._wrong(key, value, f"a list of {count} numbers from {low:g} to {high:g}")
+        return tuple(map(float, value))
 
     def section(self, key: str) -> dict[str, object]:
         """A nested object; empty when absent."""

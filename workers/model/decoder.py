@@ -1,8 +1,9 @@
 """The decoder: one class for every family, driven by its ModelSpec.
 
-A step, per layer: norm -> fused QKV -> (norm of heads) -> rotary and KV write -> paged attention -> output
-projection -> norm -> fused gate and up -> activation -> down projection. Addition to the residual stream is
-fused into the norm that follows it. After the last attention only the rows whose logits are wanted go on.
+A step, per layer: norm -> fused QKV -> (norm of queries and keys) -> rotary and KV write -> paged attention
+-> output projection -> (norm) -> norm -> MLP -> (norm). Addition to the residual stream is fused into the
+norm that follows it. Some families run the MLP beside attention, on the same rows, and add up both at once.
+After the last attention only the rows whose logits are wanted go on.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from workers.kernels import (
     kernels_for,
     unpack,
 )
-from workers.model.architecture import Activation, ModelSpec
+from workers.model.architecture import LayerOrder, ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.fused import fuse
 from workers.model.layers import DecoderWeights, Layer
 from workers.model.loader import load_weights
+from workers.model.norms import Norm
 from workers.model.parallel import TensorParallel
 
 
@@ -64,6 +66,8 @@ class Decoder:
         self.num_kv_heads = len(spec.kv_heads_of_rank(parallel.rank, parallel.size))
         self._weights = weights
         self.kernels = kernels
+        # In the dtype of the model, as it was trained.
+        self._multiplier = float(weights.embedding.weight.new_tensor(spec.embedding_multiplier))
         self._fused = fuse(spec, weights, kernels, parallel)
         self._parallel = parallel
         self._is_first_rank = parallel.rank == 0
@@ -90,10 +94,10 @@ class Decoder:
         return drawn
 
     def _compute(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw]) -> Drawn | None:
-        rotary = self._weights.rotary
         if self._fused is not None:
-            turn = None if rotary is None else rotary.table(header_of(message).longest_context)
-            if turn is not None or rotary is None:
+            rotaries = self._weights.rotaries  # one at most
+            turn = rotaries[0].table(header_of(message).longest_context) if rotaries else None
+            if turn is not None or not rotaries:
                 if self._is_alone:
                     return self._fused(message, turn, kv, draws)
                 found = self._fused(message, turn, kv)
@@ -133,26 +137,28 @@ class Decoder:
         Logits are None on all ranks but the first. Waits for nothing, where the kernels do not.
         """
         weights, rows = self._weights, batch.logit_rows
-        residual = weights.embedding(batch.token_ids)  # (T, hidden)
-        if weights.positions is not None:
-            residual = residual + F.embedding(batch.positions, weights.positions)
-        turn = weights.rotary.rows(batch) if weights.rotary is not None else None
+        residual = self._embed(batch)  # (T, hidden)
+        turns = [rotary.rows(batch) for rotary in weights.rotaries]
         keys, values = kv[:, :, :, 0].unbind(2), kv[:, :, :, 1].unbind(2)
         normed = weights.layers[0].attention_norm(residual)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
+            turn = None if layer.rotary is None else turns[layer.rotary]
             attended = self._attend(layer, normed, turn, batch, (keys[index], values[index]))
             if index == last:
                 if rows.shape[0] == 0:
                     return self._no_logits(residual), None
-                attended, residual = attended[rows], residual[rows]
-            # All-reduce in `output`: a rank has the share of its own heads; the norm needs the whole sum.
-            normed, residual = layer.mlp_norm.add(layer.output(attended), residual)
-            # All-reduce in `down`: a rank has the share of its own inner columns; the same.
-            mixed = layer.down(self._activate(layer.up(normed)))
+                attended, normed, residual = attended[rows], normed[rows], residual[rows]
+            mixed, residual = self._mix(layer, attended, normed, residual)
             following = weights.final_norm if index == last else weights.layers[index + 1].attention_norm
             normed, residual = following.add(mixed, residual)
-        return weights.head(normed), normed
+        return self._logits(normed), normed
+
+    def _embed(self, batch: StepBatch) -> torch.Tensor:
+        residual = self._weights.embedding(batch.token_ids)
+        if self._weights.positions is not None:
+            residual = residual + F.embedding(batch.positions, self._weights.positions)
+        return residual if self._multiplier == 1.0 else residual * self._multiplier
 
     def _attend(
         self,
@@ -167,33 +173,50 @@ class Decoder:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = layer.qkv(normed).view(rows, heads + 2 * kv_heads, head_dim)
         q, k, v = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            q = self.kernels.rms_norm(q, layer.query_norm, self.spec.norm_eps)
-            k = self.kernels.rms_norm(k, layer.key_norm, self.spec.norm_eps)
+        if layer.query_key_norm is not None:
+            q, k = layer.query_key_norm(q, k)
         cos, sin = turn or (None, None)
         q = self.kernels.rotary_and_write(q, k, v, cos, sin, batch, *cache)
-        attended = self.kernels.paged_attention(q, *cache, batch, layer.scale, layer.sliding_window)
+        attended = self.kernels.paged_attention(
+            q, *cache, batch, layer.scale, layer.sliding_window, self.spec.attention_soft_cap
+        )
         return attended.reshape(rows, heads * head_dim)
 
-    def _activate(self, up: torch.Tensor) -> torch.Tensor:
-        activation = self.spec.activation
-        if self.spec.gated_mlp:
-            if activation is Activation.SILU:
-                return self.kernels.silu_mul(up)
-            gate, up = up.chunk(2, dim=-1)
-            return self._nonlinear(gate) * up
-        return self._nonlinear(up)
+    def _mix(
+        self, layer: Layer, attended: torch.Tensor, normed: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer after its attention: what is still to be added to the residual stream, and the stream.
 
-    def _nonlinear(self, x: torch.Tensor) -> torch.Tensor:
-        match self.spec.activation:
-            case Activation.SILU:
-                return F.silu(x)
-            case Activation.GELU:
-                return F.gelu(x)
-            case Activation.GELU_TANH:
-                return self.kernels.gelu_new(x)
-            case Activation.RELU:
-                return F.relu(x)
+        attended (R, q heads * head_dim) of this rank; normed (R, hidden): what attention has read.
+        """
+        if self.spec.order is LayerOrder.SERIAL:
+            # All-reduce: a rank has the share of its own heads; the norm needs the whole sum.
+            mixed = self._parallel.all_reduce(layer.output(attended))
+            assert layer.mlp_norm is not None, "the MLP reads what attention has not"
+            normed, residual = layer.mlp_norm.add(self._to_add(mixed, layer.attention_post_norm), residual)
+            # All-reduce: a rank has the share of its own inner columns; the same.
+            return self._to_add(self._parallel.all_reduce(layer.mlp(normed)), layer.mlp_post_norm), residual
+        if layer.mlp_norm is not None:
+            normed = layer.mlp_norm(residual)
+        # All-reduce: one for the shares of both, which meet in the residual stream only.
+        mixed = self._parallel.all_reduce(layer.output(attended) + layer.mlp(normed))
+        return self._to_add(mixed, None), residual
+
+    def _to_add(self, mixed: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:
+        if post_norm is not None:
+            mixed = post_norm(mixed)
+        return mixed if self.spec.residual_multiplier == 1.0 else mixed * self.spec.residual_multiplier
+
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor | None:
+        """normed (R, hidden) -> (R, vocabulary) float32 on rank 0, None elsewhere."""
+        logits, spec = self._weights.head(normed), self.spec
+        if logits is None:
+            return None
+        if spec.logits_divisor != 1.0:
+            logits = logits / spec.logits_divisor
+        if spec.logits_soft_cap is not None:
+            logits = torch.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
+        return logits
 
     def _no_logits(self, residual: torch.Tensor) -> torch.Tensor | None:
         """Every row of the step was an inner part of a prompt: its keys and values are all that counted."""

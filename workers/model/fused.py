@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import torch
+
 from workers.kernels import FusedStep, Kernels, StepLayer, StepModel
-from workers.model.architecture import Activation, ModelSpec, NormKind
+from workers.model.architecture import Activation, LayerOrder, ModelSpec, NormKind, NormPlaces, QkNorm
 from workers.model.layers import DecoderWeights, Layer
+from workers.model.mlp import DenseMlp
+from workers.model.norms import HeadNorms, Norm, RmsNorm
 from workers.model.parallel import TensorParallel
+
+
+def has_fused_form(spec: ModelSpec) -> bool:
+    """Whether the fused step computes all that the spec says. It knows RMS norms before attention and MLP, of
+    heads too, one rotary embedding or none, a gated SiLU MLP after attention, sliding windows; no more."""
+    return (
+        spec.norm is NormKind.RMS
+        and spec.norm_offset == 0.0
+        and spec.norm_places is NormPlaces.BEFORE
+        and spec.order is LayerOrder.SERIAL
+        and spec.gated_mlp
+        and spec.activation is Activation.SILU
+        and spec.qk_norm in (QkNorm.NONE, QkNorm.HEADS)
+        and len(set(spec.rotary)) == 1
+        and not spec.learned_positions
+        and spec.attention_soft_cap is None
+        and spec.embedding_multiplier == 1.0
+        and spec.residual_multiplier == 1.0
+        and spec.logits_divisor == 1.0
+        and spec.logits_soft_cap is None
+    )
 
 
 def fuse(
     spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, parallel: TensorParallel
 ) -> FusedStep | None:
-    """One call for all layers, for RMS norms and a gated SiLU MLP; else None.
+    """One call for all layers where `has_fused_form` and the kernels allow it; else None.
 
     Several ranks add up their parts inside every layer, which a single call can do in shared memory only. A
     rank whose part has no fused form (an odd number of columns) meets the others in the same sums.
     """
-    is_llama_like = spec.norm is NormKind.RMS and spec.gated_mlp and spec.activation is Activation.SILU
-    is_llama_like &= weights.positions is None
-    if not is_llama_like or (parallel.size > 1 and parallel.shared is None):
+    if not has_fused_form(spec) or (parallel.size > 1 and parallel.shared is None):
+        return None
+    if not all(isinstance(layer.mlp, DenseMlp) for layer in weights.layers):
         return None
     return kernels.fuse(
         StepModel(
@@ -26,7 +51,7 @@ def fuse(
             first_id=weights.embedding.first_id,
             vocab_size=spec.vocab_size,
             layers=tuple(map(_layer, weights.layers)),
-            final_norm=weights.final_norm.weight,
+            final_norm=_weight(weights.final_norm),
             head=weights.head.linear,
             num_heads=len(spec.q_heads_of_rank(parallel.rank, parallel.size)),
             num_kv_heads=len(spec.kv_heads_of_rank(parallel.rank, parallel.size)),
@@ -38,15 +63,23 @@ def fuse(
 
 
 def _layer(layer: Layer) -> StepLayer:
+    heads, mlp = layer.query_key_norm, layer.mlp
+    assert heads is None or isinstance(heads, HeadNorms), type(heads)
+    assert layer.mlp_norm is not None and isinstance(mlp, DenseMlp), type(mlp)
     return StepLayer(
-        attention_norm=layer.attention_norm.weight,
+        attention_norm=_weight(layer.attention_norm),
         qkv=layer.qkv,
-        query_norm=layer.query_norm,
-        key_norm=layer.key_norm,
-        output=layer.output.linear,
-        mlp_norm=layer.mlp_norm.weight,
-        up=layer.up,
-        down=layer.down.linear,
+        query_norm=None if heads is None else heads.query_weight,
+        key_norm=None if heads is None else heads.key_weight,
+        output=layer.output,
+        mlp_norm=_weight(layer.mlp_norm),
+        up=mlp.up,
+        down=mlp.down,
         scale=layer.scale,
         sliding_window=layer.sliding_window,
     )
+
+
+def _weight(norm: Norm) -> torch.Tensor:
+    assert isinstance(norm, RmsNorm), type(norm)
+    return norm.weight

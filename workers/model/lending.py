@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.model.architecture import ModelSpec
+from workers.model.architecture import ModelSpec, NormKind
 from workers.model.errors import CheckpointError
 from workers.model.safetensors_header import TensorEntry
 
@@ -52,7 +52,7 @@ def lent_tensors(
                 f"lent: a draft model needs {head} of its own there"
             )
         found[head] = lender.tensors[lender.head_name]
-    if norm not in own and spec.norm is lender.spec.norm:
+    if norm not in own and _norm_of(spec) == _norm_of(lender.spec):
         their_norm = lender.stored_name(f"{theirs.prefix}{theirs.final_norm}.weight")
         found[norm] = lender.tensors[their_norm]
         if spec.norm_bias:
@@ -64,6 +64,10 @@ def lent_tensors(
             f"{lender.spec.hidden_size}: a draft model of another size needs {', '.join(found)} of its own"
         )
     return found
+
+
+def _norm_of(spec: ModelSpec) -> tuple[NormKind, bool, float]:
+    return spec.norm, spec.norm_bias, spec.norm_offset
 
 
 def problem_with_ids(entry: TensorEntry | None, vocab_size: int) -> str | None:

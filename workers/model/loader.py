@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
-from workers.kernels import Kernels, PackedLinear, Quantization, QuantizedWeight
+from workers.kernels import Kernels, PackedLinear, Quantization, QuantizedWeight, TorchKernels
 from workers.kernels.quantized import stack
+from workers.model.architecture import LayerOrder, NormKind, NormPlaces, QkNorm
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
-from workers.model.layers import DecoderWeights, Layer, Norm
+from workers.model.layers import DecoderWeights, Layer
 from workers.model.lending import DRAFT_TOKEN_IDS
-from workers.model.parallel import (
-    RowParallelLinear,
-    TensorParallel,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-)
+from workers.model.mlp import DenseMlp, Mlp
+from workers.model.norms import HeadNorms, LayerNorm, NoNorm, Norm, QueryKeyNorm, RmsNorm, WidthNorms
+from workers.model.parallel import TensorParallel, VocabParallelEmbedding, VocabParallelHead
 from workers.model.rotary import Rotary
+from workers.model.spans import spans_of_rank
 from workers.model.spec import check_tensor_parallel
 from workers.model.weights import WeightReader
 
@@ -65,11 +65,10 @@ class _Loader:
         self._parallel = parallel
         self._quantization = quantization
         self._dtype = dtype
-        rank, size = parallel.rank, parallel.size
-        self._q_span = _scaled(spec.q_heads_of_rank(rank, size), spec.head_dim)
-        self._kv_span = _scaled(spec.kv_heads_of_rank(rank, size), spec.head_dim)
-        self._inner_span = spec.intermediate_of_rank(rank, size)
-        self._vocab_span = spec.vocab_of_rank(rank, size)
+        self._spans = spans_of_rank(spec, parallel.rank, parallel.size)
+        # With an offset, weights are near it: bfloat16 would round away what tells them from it.
+        self._norm_dtype = torch.float32 if spec.norm_offset else dtype
+        self._norm_kernels = kernels if self._norm_dtype == dtype else TorchKernels()
 
     def load(self, device: torch.device) -> DecoderWeights:
         spec, checkpoint, names = self._spec, self._checkpoint, self._spec.weights
@@ -77,7 +76,7 @@ class _Loader:
         positions = None
         if spec.learned_positions:
             positions = self._reader.rows(checkpoint.stored_name(f"{names.prefix}{names.positions}.weight"))
-        embedding = self._reader.rows(checkpoint.embedding_name, self._vocab_span)
+        embedding = self._reader.rows(checkpoint.embedding_name, self._spans.vocab)
         head = embedding if checkpoint.is_tied else self._head()
         widths, head_ids = [len(spec.vocab_of_rank(rank, size)) for rank in range(size)], None
         if checkpoint.has_draft_token_ids:
@@ -89,9 +88,9 @@ class _Loader:
         packed_head = self._pack(checkpoint.head_name, head, None, self._quantization.of_head, torch.float32)
         del head
         return DecoderWeights(
-            embedding=VocabParallelEmbedding(embedding, self._vocab_span, self._parallel),
+            embedding=VocabParallelEmbedding(embedding, self._spans.vocab, self._parallel),
             positions=positions,
-            rotary=Rotary(spec.rotary, device) if spec.rotary is not None else None,
+            rotaries=tuple(Rotary(rotary, device) for rotary in spec.rotaries),
             layers=tuple(self._layer(index) for index in range(spec.num_layers)),
             final_norm=self._norm(f"{names.prefix}{names.final_norm}"),
             head=VocabParallelHead(packed_head, tuple(widths), self._parallel),
@@ -104,43 +103,60 @@ class _Loader:
         def name(part: str) -> str:
             return names.of_layer(index, part)
 
-        query_norm = key_norm = None
-        if spec.qk_norm:
-            query_norm = self._vector(f"{name(names.query_norm)}.weight")
-            key_norm = self._vector(f"{name(names.key_norm)}.weight")
+        is_before, is_after = (
+            spec.norm_places is not NormPlaces.AFTER,
+            spec.norm_places is not NormPlaces.BEFORE,
+        )
+        mlp_norm: Norm | None = None
+        if spec.order is not LayerOrder.PARALLEL_ONE_NORM:
+            mlp_norm = self._norm(name(names.mlp_norm)) if is_before else NoNorm()
+        rotary = spec.rotary[index]
         return Layer(
-            attention_norm=self._norm(name(names.attention_norm)),
-            qkv=self._qkv(name(names.query), name(names.key), name(names.value)),
-            query_norm=query_norm,
-            key_norm=key_norm,
-            output=self._row_parallel(name(names.output), self._q_span, spec.output_bias),
-            mlp_norm=self._norm(name(names.mlp_norm)),
-            up=self._up(name(names.gate) if spec.gated_mlp else None, name(names.up)),
-            down=self._row_parallel(name(names.down), self._inner_span, spec.mlp_bias),
+            attention_norm=self._norm(name(names.attention_norm)) if is_before else NoNorm(),
+            qkv=self._column_parallel(
+                [(name(part), spans) for part, spans in self._spans.qkv], spec.qkv_bias
+            ),
+            query_key_norm=self._query_key_norm(name(names.query_norm), name(names.key_norm)),
+            rotary=None if rotary is None else spec.rotaries.index(rotary),
             scale=spec.attention_scale[index],
             sliding_window=spec.sliding_window[index],
+            output=self._row_parallel(name(names.output), self._spans.queries, spec.output_bias),
+            attention_post_norm=self._norm(name(names.attention_post_norm)) if is_after else None,
+            mlp_norm=mlp_norm,
+            mlp=self._mlp(index),
+            mlp_post_norm=self._norm(name(names.mlp_post_norm)) if is_after else None,
         )
 
-    def _qkv(self, query: str, key: str, value: str) -> PackedLinear:
-        """One column-parallel matrix for the three projections of this rank's heads."""
-        spec = self._spec
-        if spec.weights.fused_qkv:
-            q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-            spans = [
-                self._q_span,
-                _shifted(self._kv_span, q_size),
-                _shifted(self._kv_span, q_size + kv_size),
-            ]
-            return self._column_parallel([(query, spans)], spec.qkv_bias)
-        parts = [(query, [self._q_span]), (key, [self._kv_span]), (value, [self._kv_span])]
-        return self._column_parallel(parts, spec.qkv_bias)
+    def _mlp(self, index: int) -> Mlp:
+        spec, names = self._spec, self._spec.weights
+        up = [(names.of_layer(index, part), spans) for part, spans in self._spans.up]
+        return DenseMlp(
+            kernels=self._kernels,
+            activation=spec.activation,
+            is_gated=spec.gated_mlp,
+            up=self._column_parallel(up, spec.mlp_bias),
+            down=self._row_parallel(names.of_layer(index, names.down), self._spans.inner, spec.mlp_bias),
+        )
 
-    def _up(self, gate: str | None, up: str) -> PackedLinear:
-        """One column-parallel matrix for gate and up."""
-        parts = [(name, [self._inner_span]) for name in (gate, up) if name is not None]
-        return self._column_parallel(parts, self._spec.mlp_bias)
+    def _query_key_norm(self, query: str, key: str) -> QueryKeyNorm | None:
+        spec, size = self._spec, self._parallel.size
+        match spec.qk_norm:
+            case QkNorm.NONE:
+                return None
+            case QkNorm.HEADS:
+                weights = self._norm_weight(query), self._norm_weight(key)
+                return HeadNorms(self._norm_kernels, *weights, spec.norm_eps)
+            case QkNorm.WIDTH:
+                return WidthNorms(
+                    self._parallel,
+                    self._norm_weight(query, self._spans.queries),
+                    self._norm_weight(key, self._spans.keys),
+                    query_size=spec.num_heads * spec.head_dim,
+                    key_size=max(size, spec.num_kv_heads) * spec.head_dim,  # a rank has one at least
+                    eps=spec.norm_eps,
+                )
 
-    def _column_parallel(self, parts: list[tuple[str, list[range]]], has_bias: bool) -> PackedLinear:
+    def _column_parallel(self, parts: list[tuple[str, tuple[range, ...]]], has_bias: bool) -> PackedLinear:
         """Some outputs of some matrices with equal inputs, one below the other."""
         matrices = [self._matrix(name, outputs=spans) for name, spans in parts]
         weight = _stacked(matrices, self._dtype)
@@ -150,14 +166,13 @@ class _Loader:
             bias = torch.cat([self._vector(f"{name}.bias", spans) for name, spans in parts])
         return self._pack(" and ".join(name for name, _ in parts), weight, bias, self._quantization)
 
-    def _row_parallel(self, name: str, inputs: range, has_bias: bool) -> RowParallelLinear:
+    def _row_parallel(self, name: str, inputs: range, has_bias: bool) -> PackedLinear:
         """Some inputs of a matrix. Rank 0 brings the bias, so that the sum over ranks has it once."""
         bias = self._vector(f"{name}.bias") if has_bias and self._parallel.rank == 0 else None
-        packed = self._pack(name, self._matrix(name, inputs=inputs), bias, self._quantization)
-        return RowParallelLinear(packed, self._parallel)
+        return self._pack(name, self._matrix(name, inputs=inputs), bias, self._quantization)
 
     def _head(self) -> torch.Tensor | QuantizedWeight:
-        name, rows = self._checkpoint.head_name, self._vocab_span
+        name, rows = self._checkpoint.head_name, self._spans.vocab
         return self._kept(name, [rows], None, self._quantization.of_head) or self._reader.rows(name, rows)
 
     def _pack(
@@ -178,11 +193,18 @@ class _Loader:
             raise CheckpointError(f"{self._checkpoint.folder}: {name}: {error}") from error
 
     def _norm(self, name: str) -> Norm:
+        weight, eps = self._norm_weight(name), self._spec.norm_eps
+        if self._spec.norm is NormKind.RMS:
+            return RmsNorm(self._norm_kernels, weight, eps)
         bias = self._vector(f"{name}.bias") if self._spec.norm_bias else None
-        return Norm(self._kernels, self._vector(f"{name}.weight"), bias, self._spec.norm_eps)
+        return LayerNorm(self._norm_kernels, weight, bias, eps)
+
+    def _norm_weight(self, name: str, span: range | None = None) -> torch.Tensor:
+        stored = self._vector(f"{name}.weight", None if span is None else (span,), self._norm_dtype)
+        return stored + self._spec.norm_offset if self._spec.norm_offset else stored
 
     def _matrix(
-        self, name: str, *, outputs: list[range] | None = None, inputs: range | None = None
+        self, name: str, *, outputs: Sequence[range] | None = None, inputs: range | None = None
     ) -> torch.Tensor | QuantizedWeight:
         stored = self._checkpoint.stored_name(f"{name}.weight")
         return self._kept(stored, outputs, inputs, self._quantization) or self._reader.matrix(
@@ -190,7 +212,7 @@ class _Loader:
         )
 
     def _kept(
-        self, stored: str, outputs: list[range] | None, inputs: range | None, wanted: Quantization
+        self, stored: str, outputs: Sequence[range] | None, inputs: range | None, wanted: Quantization
     ) -> QuantizedWeight | None:
         """The codes of the files, where they have any in the wanted form. In float32 there is nothing to gain
         from them: products take whole values there, and these are exact."""
@@ -201,8 +223,10 @@ class _Loader:
         found = self._reader.kept(stored, outputs=outputs, inputs=inputs)
         return found if found is not None and (is_auto or found.quantization is wanted) else None
 
-    def _vector(self, name: str, spans: list[range] | None = None) -> torch.Tensor:
-        return self._reader.vector(self._checkpoint.stored_name(name), spans)
+    def _vector(
+        self, name: str, spans: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self._reader.vector(self._checkpoint.stored_name(name), spans, dtype)
 
 
 def _stacked(
@@ -217,11 +241,3 @@ def _stacked(
     return torch.cat(
         [part.values().to(dtype) if isinstance(part, QuantizedWeight) else part for part in parts]
     )
-
-
-def _scaled(span: range, factor: int) -> range:
-    return range(span.start * factor, span.stop * factor)
-
-
-def _shifted(span: range, by: int) -> range:
-    return range(span.start + by, span.stop + by)

@@ -1,7 +1,8 @@
-"""Tensor parallelism: what one rank owns, and the collectives that put the parts together.
+"""Tensor parallelism: the collectives that put the parts of the ranks together.
 
 The scheme is Megatron's (Shoeybi et al. 2019): a column-parallel linear (outputs split), a row-parallel one
-(inputs split) and one all-reduce, twice a layer; embedding and head are split along the vocabulary.
+(inputs split) and one all-reduce, twice a layer, or once where attention and MLP run side by side; embedding
+and head are split along the vocabulary.
 """
 
 from __future__ import annotations
@@ -55,24 +56,6 @@ class TensorParallel:
         parts = [torch.empty_like(padded) for _ in widths]
         dist.gather(padded, parts, dst=0)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
-
-
-class RowParallelLinear:
-    """Holds some input columns of a matrix; the partial results are summed over the ranks."""
-
-    def __init__(self, linear: PackedLinear, parallel: TensorParallel) -> None:
-        """`linear` carries the bias on rank 0 only, so that the sum has it once."""
-        self._linear = linear
-        self._parallel = parallel
-
-    @property
-    def linear(self) -> PackedLinear:
-        """The part of this rank, without the collective."""
-        return self._linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (T, inputs of this rank) -> (T, outputs), equal on all ranks."""
-        return self._parallel.all_reduce(self._linear(x))
 
 
 class VocabParallelEmbedding:

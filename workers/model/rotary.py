@@ -18,16 +18,19 @@ _FIRST_POSITIONS = 1024  # of the table
 
 
 class Rotary:
-    """The rotary embedding of one model.
+    """One rotary embedding, of all layers that turn alike.
 
-    DYNAMIC depends on the length of the context: rows of a step use the length their sequence has after it,
-    as transformers' `generate` does. So a prompt longer than the trained length gives transformers' numbers
-    when it is read in one step; keys that an earlier step wrote keep the frequencies of that step.
+    DYNAMIC and LONGROPE depend on the length of the context: rows of a step use the length their sequence has
+    after it, as transformers' `generate` does. So a prompt longer than the trained length gives transformers'
+    numbers when it is read in one step; keys that an earlier step wrote keep the frequencies of that step.
     """
 
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
         self._spec = spec
-        self._frequencies = frequencies(spec).to(device)  # (dim / 2,)
+        self._frequencies = frequencies(spec).to(device)  # (dim / 2,), up to the trained length
+        self._long_frequencies: torch.Tensor | None = None  # LONGROPE: beyond it
+        if spec.kind is RotaryKind.LONGROPE:
+            self._long_frequencies = _divided(spec, spec.long_factors).to(device)
         self._table = self._turn(torch.arange(_FIRST_POSITIONS, device=device)[:, None] * self._frequencies)
 
     def table(self, longest_context: int) -> Turn | None:
@@ -35,7 +38,7 @@ class Rotary:
 
         None where a row turns by more than its position: then only `rows` knows.
         """
-        if self._depends_on_length(longest_context):
+        if self._spec.depends_on_length(longest_context):
             return None
         known = self._table[0].shape[0]
         if longest_context > known:
@@ -46,12 +49,9 @@ class Rotary:
     def rows(self, batch: StepBatch) -> Turn:
         """(cos, sin), both (T, dim / 2) float32."""
         positions = batch.positions[:, None].float()
-        if self._depends_on_length(batch.max_context_len):
-            return self._turn(positions * self._dynamic_frequencies(batch))
+        if self._spec.depends_on_length(batch.max_context_len):
+            return self._turn(positions * self._frequencies_by_length(batch))
         return self._turn(positions * self._frequencies)
-
-    def _depends_on_length(self, longest_context: int) -> bool:
-        return self._spec.kind is RotaryKind.DYNAMIC and longest_context > self._spec.trained_positions
 
     def _turn(self, angles: torch.Tensor) -> Turn:
         cos, sin = angles.cos(), angles.sin()
@@ -59,17 +59,19 @@ class Rotary:
             cos, sin = cos * self._spec.attention_factor, sin * self._spec.attention_factor
         return cos, sin
 
-    def _dynamic_frequencies(self, batch: StepBatch) -> torch.Tensor:
+    def _frequencies_by_length(self, batch: StepBatch) -> torch.Tensor:
         """(T, dim / 2): every row by the length of its sequence."""
         query_lens = batch.query_starts.diff().long()
         lengths = batch.context_lens.long().repeat_interleave(query_lens, output_size=len(batch.positions))
-        stretched = dynamic_frequencies(self._spec, lengths[:, None])
-        is_short = lengths[:, None] <= self._spec.trained_positions
-        return torch.where(is_short, self._frequencies, stretched)
+        lengths = lengths[:, None]
+        beyond = self._long_frequencies
+        if beyond is None:
+            beyond = dynamic_frequencies(self._spec, lengths)
+        return torch.where(lengths <= self._spec.trained_positions, self._frequencies, beyond)
 
 
 def frequencies(spec: RotarySpec) -> torch.Tensor:
-    """Radians per position of every pair, (dim / 2,) float32; of the unstretched length for DYNAMIC."""
+    """Radians per position of every pair, (dim / 2,) float32; up to the trained length if it matters."""
     plain = 1.0 / (spec.theta ** _exponents(spec.dim))
     if spec.kind is RotaryKind.LINEAR:
         return plain / spec.factor
@@ -77,6 +79,8 @@ def frequencies(spec: RotarySpec) -> torch.Tensor:
         return _llama3(spec, plain)
     if spec.kind is RotaryKind.YARN:
         return _yarn(spec)
+    if spec.kind is RotaryKind.LONGROPE:
+        return _divided(spec, spec.short_factors)
     return plain
 
 
@@ -85,6 +89,11 @@ def dynamic_frequencies(spec: RotarySpec, lengths: torch.Tensor) -> torch.Tensor
     stretch = spec.factor * lengths / spec.trained_positions - (spec.factor - 1)
     base = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
     return 1.0 / (base ** _exponents(spec.dim).to(lengths.device))
+
+
+def _divided(spec: RotarySpec, factors: tuple[float, ...]) -> torch.Tensor:
+    """factors: what slows down each pair (Ding et al. 2024, equation 2)."""
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta ** _exponents(spec.dim))
 
 
 def _exponents(dim: int) -> torch.Tensor:

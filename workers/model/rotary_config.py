@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from workers.model.architecture import RotaryKind, RotarySpec
 from workers.model.config_fields import ConfigFields
@@ -13,7 +14,21 @@ MAX_POSITIONS = 1 << 28
 _KINDS = {kind.value: kind for kind in RotaryKind}
 
 
-def rotary_from_config(fields: ConfigFields, head_dim: int, max_positions: int) -> RotarySpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeKeys:
+    """How a family says what its config has outside of `rope_parameters`, and what it leaves unsaid."""
+
+    theta: str = "rope_theta"
+    default_theta: float = 10000.0
+    share: str = ""  # key of the share of a head that turns; "": all of it in this family
+    default_share: float = 1.0
+    default_original: int | None = None  # original_max_position_embeddings; None: max_position_embeddings
+    other_names: Mapping[str, RotaryKind] = field(default_factory=dict)  # of kinds; they win over the usual
+
+
+def rotary_from_config(
+    fields: ConfigFields, head_dim: int, max_positions: int, keys: RopeKeys | None = None
+) -> RotarySpec:
     """Reads kind and constants as transformers does. `max_positions`: max_position_embeddings.
 
     Raises CheckpointError for an unknown kind or constants out of range.
@@ -24,38 +39,80 @@ def rotary_from_config(fields: ConfigFields, head_dim: int, max_positions: int) 
         raise CheckpointError(
             f"config.json: rope_parameters per layer type ({nested[0]}) are not supported here"
         )
+    return _rotary(raw, fields, head_dim, max_positions, keys or RopeKeys())
+
+
+def rotary_by_layer_type(
+    fields: ConfigFields, head_dim: int, max_positions: int, keys: Mapping[str, RopeKeys]
+) -> dict[str, RotarySpec]:
+    """One for each layer type of `keys`, whose part of `rope_parameters` lies under its name. The older
+    `rope_scaling` is of full attention alone (Gemma 3)."""
+    nested = ConfigFields(fields.section("rope_parameters"), "config.json: rope_parameters")
+    if unknown := sorted(set(fields.section("rope_parameters")) - keys.keys()):
+        raise CheckpointError(
+            f"config.json: rope_parameters: {unknown[0][:40]!r} is none of the layer types {', '.join(keys)}"
+        )
+    found = {}
+    for layer_type, own in keys.items():
+        raw = nested.section(layer_type)
+        if layer_type == "full_attention":
+            raw |= fields.section("rope_scaling")
+        found[layer_type] = _rotary(raw, fields, head_dim, max_positions, own)
+    return found
+
+
+def _rotary(
+    raw: Mapping[str, object], fields: ConfigFields, head_dim: int, max_positions: int, keys: RopeKeys
+) -> RotarySpec:
+    """raw: the parameters; fields: the config they are in."""
     rope = ConfigFields(raw, "config.json: rope_parameters")
     named = rope.text("rope_type", rope.text("type", "default"))
-    if named not in _KINDS:
+    kind = keys.other_names.get(named) or _KINDS.get(named)
+    if kind is None:
         raise CheckpointError(
             f"config.json: rope type {named[:40]!r} is not supported; supported are {', '.join(_KINDS)}"
         )
-    kind = _KINDS[named]
-    if kind is RotaryKind.DYNAMIC and head_dim == 2:
+    dim = _turning_dim(rope, fields, head_dim, keys)
+    if kind is RotaryKind.DYNAMIC and dim == 2:
         raise CheckpointError("config.json: dynamic rope needs a head_dim above 2; got 2")
-    if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary positions need an even one")
-    if rope.number("partial_rotary_factor", 1.0, low=0.0, high=1.0) != 1.0:
+    # Above 1: the logarithm of theta is divided by.
+    theta_default = fields.number(keys.theta, keys.default_theta, low=1.001, high=1e12)
+    theta = rope.number("rope_theta", theta_default, low=1.001, high=1e12)
+    plain = RotarySpec(kind=kind, theta=theta, dim=dim, trained_positions=max_positions)
+    if kind is RotaryKind.DEFAULT:
+        return plain
+    if kind in (RotaryKind.LINEAR, RotaryKind.DYNAMIC):
+        return replace(plain, factor=rope.number("factor", low=1e-3, high=1e6))
+    original = _original_positions(fields, rope, keys.default_original or max_positions)
+    plain = replace(plain, trained_positions=original)
+    match kind:
+        case RotaryKind.LLAMA3:
+            return _llama3(plain, rope)
+        case RotaryKind.YARN:
+            return _yarn(plain, rope, max_positions)
+        case RotaryKind.LONGROPE:
+            return _longrope(plain, rope, max_positions)
+
+
+def _turning_dim(rope: ConfigFields, fields: ConfigFields, head_dim: int, keys: RopeKeys) -> int:
+    """Elements of a head that turn."""
+    share = 1.0
+    if keys.share:
+        share = fields.number(keys.share, keys.default_share, low=0.0, high=1.0)
+    share = rope.number("partial_rotary_factor", share, low=0.0, high=1.0)
+    if share != 1.0 and not keys.share:
         raise CheckpointError(
             "config.json: partial_rotary_factor other than 1 is not supported for this family"
         )
-    # Above 1: the logarithm of theta is divided by.
-    theta_default = fields.number("rope_theta", 10000.0, low=1.001, high=1e12)
-    theta = rope.number("rope_theta", theta_default, low=1.001, high=1e12)
-    if kind is RotaryKind.DEFAULT:
-        return RotarySpec(kind=kind, theta=theta, dim=head_dim, trained_positions=max_positions)
-    if kind in (RotaryKind.LINEAR, RotaryKind.DYNAMIC):
-        factor = rope.number("factor", low=1e-3, high=1e6)
-        return RotarySpec(
-            kind=kind, theta=theta, dim=head_dim, trained_positions=max_positions, factor=factor
+    if share == 1.0 and head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {head_dim} is odd; rotary positions need an even one")
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        raise CheckpointError(
+            f"config.json: {share:g} of a head_dim of {head_dim} are {dim} elements that turn; their number "
+            "must be even and at least 2"
         )
-    plain = RotarySpec(
-        kind=kind,
-        theta=theta,
-        dim=head_dim,
-        trained_positions=_original_positions(fields, rope, max_positions),
-    )
-    return _llama3(plain, rope) if kind is RotaryKind.LLAMA3 else _yarn(plain, rope, max_positions)
+    return dim
 
 
 def _llama3(plain: RotarySpec, rope: ConfigFields) -> RotarySpec:
@@ -82,11 +139,29 @@ def _yarn(plain: RotarySpec, rope: ConfigFields, max_positions: int) -> RotarySp
     )
 
 
+def _longrope(plain: RotarySpec, rope: ConfigFields, max_positions: int) -> RotarySpec:
+    """Warmer attention by the ratio of both lengths, unless a factor is given (section 3.3)."""
+    original, num_pairs = plain.trained_positions, plain.dim // 2
+    factor = rope.number("factor", max_positions / original, low=1e-3, high=1e9)
+    warmth = 1.0
+    if factor > 1:
+        if original == 1:
+            raise CheckpointError("config.json: longrope needs an original_max_position_embeddings above 1")
+        warmth = math.sqrt(1 + math.log(factor) / math.log(original))
+    return replace(
+        plain,
+        factor=factor,
+        attention_factor=rope.number("attention_factor", warmth, low=0.0, high=1e6),
+        short_factors=rope.numbers("short_factor", num_pairs, low=1e-6, high=1e9),
+        long_factors=rope.numbers("long_factor", num_pairs, low=1e-6, high=1e9),
+    )
+
+
 def longest_context(rotary: RotarySpec, max_positions: int) -> int:
     """Tokens of context that a stretched rotary embedding is meant for.
 
-    Linear and dynamic configs state the length before stretching. Yarn configs state either; llama3 configs
-    state the stretched one.
+    Linear and dynamic configs state the length before stretching. Yarn configs state either; llama3 and
+    longrope configs state the stretched one.
     """
     if rotary.kind in (RotaryKind.LINEAR, RotaryKind.DYNAMIC):
         return max(max_positions, int(max_positions * rotary.factor))
@@ -95,11 +170,11 @@ def longest_context(rotary: RotarySpec, max_positions: int) -> int:
     return max_positions
 
 
-def _original_positions(fields: ConfigFields, rope: ConfigFields, max_positions: int) -> int:
+def _original_positions(fields: ConfigFields, rope: ConfigFields, default: int) -> int:
     key = "original_max_position_embeddings"
     if fields.has(key):
         return fields.integer(key, high=MAX_POSITIONS)
-    return rope.integer(key, max_positions, high=MAX_POSITIONS)
+    return rope.integer(key, default, high=MAX_POSITIONS)
 
 
 def _beta(rope: ConfigFields, key: str, default: float) -> float:

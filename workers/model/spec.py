@@ -21,7 +21,7 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     if make is None:
         raise CheckpointError(
             f"config.json: model type {model_type[:40]!r} is not supported; "
-            f"supported are {', '.join(FAMILIES)}"
+            f"supported are {', '.join(FAMILIES)}; docs/families.md says how to add one"
         )
     spec = make(fields)
     if spec.num_heads % spec.num_kv_heads:

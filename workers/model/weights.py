@@ -43,9 +43,12 @@ class WeightReader:
     ) -> None:
         self._files.__exit__(kind, error, trace)
 
-    def vector(self, name: str, spans: Sequence[range] | None = None) -> torch.Tensor:
-        """A one-dimensional tensor, or the given spans of it one after the other."""
-        return self._checked(name, [self._files.part(name, span) for span in spans or (None,)])
+    def vector(
+        self, name: str, spans: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A one-dimensional tensor, or the given spans of it one after the other. dtype: of the result; None:
+        as all others."""
+        return self._checked(name, [self._files.part(name, span) for span in spans or (None,)], dtype)
 
     def token_ids(self, name: str) -> torch.Tensor:
         """A vector of integers that are token ids, in rising order, int64. Raises CheckpointError."""
@@ -111,9 +114,11 @@ class WeightReader:
             read_part(checkpoint.layout, stem, span, self._files.part, checkpoint.entries) for span in spans
         ]
 
-    def _checked(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _checked(
+        self, name: str, parts: list[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        tensor = whole.to(dtype=self._dtype, device=self._device).contiguous()
+        tensor = whole.to(dtype=dtype or self._dtype, device=self._device).contiguous()
         # The sum is quick and finite for any finite weights of sane size; the exact test follows only if not.
         if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(tensor.isfinite().all()):
             raise self._not_finite(name)

@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tests.unit.engine.toy_model import VOCAB, ToyDraft, ToyHeads, content_of, contents_of, mixed
+from tests.unit.engine.toy_model import (
+    VOCAB,
+    ToyDraft,
+    ToyHeads,
+    candidates_of,
+    choose,
+    content_of,
+    contents_of,
+    score_of,
+    seen_of,
+)
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig, TransferConfig
 from workers.decoding.beam_search import BeamSearch, Candidate, Hypothesis
 from workers.engine.engine import Engine
@@ -34,39 +44,6 @@ from workers.types import (
 )
 
 
-def _choose(contents: Sequence[int], task: SampleTask) -> int:
-    """The toy's token: greedy ones are alike for all choices, others differ by choice and seed. With top_k
-    one of the first ids, so that guesses from what came before are right now and then."""
-    mix = mixed(contents)
-    if task.params.temperature > 0:
-        mix += 1_009 * task.choice + 7 * task.params.seed
-    token_id = mix % (task.params.top_k or VOCAB)
-    bits = task.allowed.bits(len(task.drafts)) if task.allowed is not None else None
-    while token_id in task.forbidden_token_ids or (bits and not bits[token_id >> 3] >> (token_id & 7) & 1):
-        token_id = (token_id + 1) % VOCAB
-    return token_id
-
-
-def _score(contents: Sequence[int], token_id: int) -> TokenLogprob:
-    return TokenLogprob(token_id=token_id, logprob=-float(sum(contents) % 1_000 + 1))
-
-
-def _candidates(contents: Sequence[int], task: SampleTask) -> tuple[Candidate, ...]:
-    """The toy's best tokens: every one has a score of its own by the context."""
-    mix = mixed(contents)
-    scores = []
-    for token_id in range(VOCAB):
-        if token_id not in task.forbidden_token_ids:
-            spread = content_of(mix, token_id, 1) % 1_000_003
-            scores.append((-3.0 * spread / 1_000_003 - 0.01, -token_id))
-    best = sorted(scores, reverse=True)[: task.num_candidates]
-    wants = task.params.num_logprobs is not None
-    return tuple(
-        Candidate(-minus_id, score, _score(contents, -minus_id) if wants else None)
-        for score, minus_id in best
-    )
-
-
 def reference_search(request: GenerateRequest, eos: Sequence[int] = ()) -> list[Hypothesis]:
     """What a beam search must give, best first: every hypothesis computed anew for each token."""
     assert request.beam is not None
@@ -87,15 +64,18 @@ def reference_search(request: GenerateRequest, eos: Sequence[int] = ()) -> list[
         ]
         search.advance(
             [
-                _candidates(contents_of((*task.prompt_token_ids, *task.output_token_ids)), task)
+                candidates_of(contents_of((*task.prompt_token_ids, *task.output_token_ids)), task)
                 for task in tasks
             ]
         )
     return list(search.finished[: request.num_choices])
 
 
-def reference(request: GenerateRequest, choice: int = 0, eos: Sequence[int] = ()) -> list[int]:
-    """What a choice must give: the whole history computed anew for each token."""
+def reference(
+    request: GenerateRequest, choice: int = 0, eos: Sequence[int] = (), window: int | None = None
+) -> list[int]:
+    """What a choice must give: the whole history computed anew for each token. window: what the last rows see
+    of it."""
     sampling = request.sampling
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
     output: list[int] = []
@@ -107,7 +87,8 @@ def reference(request: GenerateRequest, choice: int = 0, eos: Sequence[int] = ()
             output_token_ids=output,
             end_token_ids=sorted(ends),
         )
-        output.append(_choose(contents_of((*request.prompt_token_ids, *output)), task))
+        contents = contents_of((*request.prompt_token_ids, *output))
+        output.append(choose(seen_of(contents, window), task))
         if output[-1] in ends:
             break
     return output
@@ -115,16 +96,17 @@ def reference(request: GenerateRequest, choice: int = 0, eos: Sequence[int] = ()
 
 def reference_scores(request: GenerateRequest) -> tuple[TokenLogprob | None, ...]:
     contents = contents_of(request.prompt_token_ids)
-    scores = (_score(contents[:i], token) for i, token in enumerate(request.prompt_token_ids) if i)
+    scores = (score_of(contents[:i], token) for i, token in enumerate(request.prompt_token_ids) if i)
     return (None, *scores)
 
 
 class ToyExecutor:
     """Implements workers.engine.step.Executor; keeps every plan it ran."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._window = window
         self._pool: list[int | None] = [None] * (num_blocks * block_size)
         self.plans: list[StepPlan] = []
         self.num_computed_tokens = 0
@@ -178,7 +160,8 @@ class ToyExecutor:
                 block = piece.block_table[place]
                 assert written.setdefault(block, index) == index, f"block {block} written by two slices"
         for index, piece in enumerate(plan.slices):
-            for block in piece.block_table:
+            first = 0 if self._window is None else max(0, piece.start - self._window + 1)
+            for block in piece.block_table[first // size :]:
                 assert written.get(block, index) == index, f"block {block} written by {written[block]}"
 
     def _write(self, piece: SequenceSlice) -> None:
@@ -198,9 +181,12 @@ class ToyExecutor:
             row = first_draft + piece.draft_parents[row - first_draft] if is_branch else row - 1
             way.append(row)
         places = [*range(piece.start), *(piece.start + each for each in reversed(way))]
-        found = [self._pool[self._slot(piece, place)] for place in places]
+        num_hidden = 0
+        if self._window is not None:
+            num_hidden = max(0, len(places) - self._window + (not with_own))
+        found = [self._pool[self._slot(piece, place)] for place in places[num_hidden:]]
         assert None not in found, f"never written before row {row}"
-        return found
+        return [0] * num_hidden + found
 
     def _result(self, piece: SequenceSlice) -> SliceResult:
         seen: list[list[int]] = []
@@ -218,15 +204,15 @@ class ToyExecutor:
             known = len(task.prompt_token_ids) + task.num_new
             assert len(contents) == known, f"{len(contents)} computed of {known} known tokens"
             if task.num_candidates:
-                candidates = _candidates(contents, task)
+                candidates = candidates_of(contents, task)
                 continue
-            token_id = _choose(contents, task)
+            token_id = choose(contents, task)
             seen.append([*contents, content_of(contents[-1], token_id, known)])
             wants = task.params.num_logprobs is not None
-            score = _score(contents, token_id) if wants else None
+            score = score_of(contents, token_id) if wants else None
             sampled.append(Sampled(token_id=token_id, logprob=score))
         scores = [
-            _score(self._contents(piece, row, with_own=True), target)
+            score_of(self._contents(piece, row, with_own=True), target)
             for row, target in enumerate(piece.prompt_targets or ())
         ]
         result = SliceResult(sampled=sampled, candidates=candidates, prompt_logprobs=scores)
@@ -280,10 +266,11 @@ def make_engine(
     transfer: TransferConfig | None = None,
     speculative: SpeculativeConfig | None = None,
     grammars: GrammarBackend | None = None,
+    window: int | None = None,
 ) -> tuple[Engine, ToyExecutor]:
-    executor = ToyExecutor(num_blocks, block_size)
+    executor = ToyExecutor(num_blocks, block_size, window)
     engine = Engine(
-        limits=EngineLimits(vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=eos),
+        limits=EngineLimits(vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=eos, window=window),
         cache=CacheConfig(block_size=block_size, prefix_reuse=prefix_reuse),
         schedule=ScheduleConfig(
             max_step_tokens=max_step_tokens,

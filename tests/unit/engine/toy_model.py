@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from workers.decoding.beam_search import Candidate
 from workers.engine.proposals import DraftTask, HeadTask, Proposals
+from workers.engine.step import SampleTask
+from workers.types import TokenLogprob
 
 VOCAB = 97
 _MOD = (1 << 61) - 1
@@ -28,6 +31,45 @@ def mixed(contents: Sequence[int]) -> int:
     for content in contents:
         mix = (mix * 31 + content) % _MOD
     return mix
+
+
+def choose(contents: Sequence[int], task: SampleTask) -> int:
+    """The toy's token: greedy ones are alike for all choices, others differ by choice and seed. With top_k
+    one of the first ids, so that guesses from what came before are right now and then."""
+    mix = mixed(contents)
+    if task.params.temperature > 0:
+        mix += 1_009 * task.choice + 7 * task.params.seed
+    token_id = mix % (task.params.top_k or VOCAB)
+    bits = task.allowed.bits(len(task.drafts)) if task.allowed is not None else None
+    while token_id in task.forbidden_token_ids or (bits and not bits[token_id >> 3] >> (token_id & 7) & 1):
+        token_id = (token_id + 1) % VOCAB
+    return token_id
+
+
+def score_of(contents: Sequence[int], token_id: int) -> TokenLogprob:
+    return TokenLogprob(token_id=token_id, logprob=-float(sum(contents) % 1_000 + 1))
+
+
+def candidates_of(contents: Sequence[int], task: SampleTask) -> tuple[Candidate, ...]:
+    """The toy's best tokens: every one has a score of its own by the context."""
+    mix = mixed(contents)
+    scores = []
+    for token_id in range(VOCAB):
+        if token_id not in task.forbidden_token_ids:
+            spread = content_of(mix, token_id, 1) % 1_000_003
+            scores.append((-3.0 * spread / 1_000_003 - 0.01, -token_id))
+    best = sorted(scores, reverse=True)[: task.num_candidates]
+    wants = task.params.num_logprobs is not None
+    return tuple(
+        Candidate(-minus_id, score, score_of(contents, -minus_id) if wants else None)
+        for score, minus_id in best
+    )
+
+
+def seen_of(contents: Sequence[int], window: int | None) -> list[int]:
+    """Zeros for what lies before the window of the last one."""
+    num_hidden = 0 if window is None else max(0, len(contents) - window)
+    return [0] * num_hidden + list(contents[num_hidden:])
 
 
 class ToyDraft:

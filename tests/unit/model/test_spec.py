@@ -43,7 +43,8 @@ def test_mistral_window_absent_and_null() -> None:
     [
         (
             {"model_type": "mamba"},
-            "model type 'mamba' is not supported; supported are llama, mistral, qwen2, qwen3, gpt2",
+            "model type 'mamba' is not supported; supported are llama, mistral, qwen2, qwen3, gpt2, gemma2, "
+            "gemma3_text, phi3, olmo2, granite, starcoder2, gpt_neox, falcon; docs/families.md says how to",
         ),
         ({"model_type": None}, "config.json lacks model_type"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
@@ -59,9 +60,15 @@ def test_mistral_window_absent_and_null() -> None:
         ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "head_dim above 2; got 2"),
         ({"rope_theta": 1}, "rope_theta must be a number from 1.001 to 1e+12; got 1"),
         (
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "rope type 'longrope' is not supported; supported are default, linear, dynamic, llama3, yarn",
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            "rope type 'proportional' is not supported; supported are default, linear, dynamic, llama3, "
+            "yarn, longrope",
         ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 31}},
+            "short_factor must be a list of 32 numbers",
+        ),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1"),
         ({"rope_scaling": {"type": "linear"}}, "rope_parameters lacks factor"),
         ({"rope_scaling": {"type": "linear", "factor": "big"}}, "number from 0.001 to 1e+06; got 'big'"),
         (

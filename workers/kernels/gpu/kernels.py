@@ -73,14 +73,15 @@ class GpuKernels:
         batch: StepBatch,
         scale: float,
         sliding_window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         if batch.parents is not None:
-            return self._torch.paged_attention(q, k_cache, v_cache, batch, scale, sliding_window)
+            return self._torch.paged_attention(q, k_cache, v_cache, batch, scale, sliding_window, soft_cap)
         check_caches(k_cache, v_cache, self._dtype)
         check_batch(batch, q.shape[0])
         assert q.shape[2] == k_cache.shape[3] and q.shape[1] % k_cache.shape[1] == 0, (q.shape, k_cache.shape)
         return paged_attention(
-            *(q, k_cache, v_cache, None, batch), scale=scale, sliding_window=sliding_window, soft_cap=None
+            *(q, k_cache, v_cache, None, batch), scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from workers.model.families.common import (
     MAX_VOCAB,
     activation,
 )
-from workers.model.names import WeightNames
+from workers.model.names import QkvLayout, WeightNames
 
 GPT2_NAMES = WeightNames(
     prefix="transformer.",
@@ -25,8 +25,7 @@ GPT2_NAMES = WeightNames(
     attention_norm="ln_1",
     mlp_norm="ln_2",
     query="attn.c_attn",
-    key="attn.c_attn",
-    value="attn.c_attn",
+    qkv=QkvLayout.STACKED,
     output="attn.c_proj",
     up="mlp.c_fc",
     down="mlp.c_proj",
@@ -58,13 +57,13 @@ def gpt2(fields: ConfigFields) -> ModelSpec:
         max_model_len=fields.integer("n_positions", 1024, high=1 << 20),
         norm=NormKind.LAYER,
         norm_eps=fields.number("layer_norm_epsilon", 1e-5, low=0.0, high=1.0),
+        norm_bias=True,
         gated_mlp=False,
         activation=activation(fields, "activation_function", "gelu_new"),
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        qk_norm=False,
-        rotary=None,
+        rotary=(None,) * layers,
         learned_positions=True,
         attention_scale=tuple(scale / (index + 1 if by_layer else 1) for index in range(layers)),
         sliding_window=(None,) * layers,

@@ -1,0 +1,150 @@
+"""What the configs of single families mean, and what of them is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from workers.model.architecture import LayerOrder, ModelSpec, NormPlaces, QkNorm, RotaryKind
+from workers.model.errors import CheckpointError
+from workers.model.expected import expected_tensors
+from workers.model.names import QkvLayout
+from workers.model.spans import spans_of_rank
+from workers.model.spec import spec_from_config
+
+TINY: dict[str, object] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+}
+
+
+def spec(model_type: str, **overrides: object) -> ModelSpec:
+    return spec_from_config({**TINY, "model_type": model_type, **overrides})
+
+
+def test_gemma2_windows_alternate_and_null_turns_caps_off() -> None:
+    found = spec("gemma2")
+    assert found.sliding_window == (4096, None, 4096, None)
+    assert (found.attention_soft_cap, found.logits_soft_cap) == (50.0, 30.0)
+    assert (found.embedding_multiplier, found.norm_offset, found.attention_scale[0]) == (8.0, 1.0, 1 / 16)
+    assert found.norm_places is NormPlaces.AROUND and found.head_dim == 256
+    off = spec("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (off.attention_soft_cap, off.logits_soft_cap) == (None, None)
+
+
+def test_gemma3_bases_by_layer_in_both_spellings() -> None:
+    old = spec("gemma3_text", sliding_window_pattern=2, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    nested = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    }
+    new = spec("gemma3_text", sliding_window_pattern=2, rope_parameters=nested)
+    assert old == new
+    assert [(rotary.theta, rotary.factor) for rotary in new.rotary if rotary] == [(1e4, 1.0), (1e6, 8.0)] * 2
+    assert len(new.rotaries) == 2 and new.max_model_len == 1 << 17
+    assert spec("gemma3_text").sliding_window == (4096,) * 4  # the sixth would be full
+
+
+@pytest.mark.parametrize("named", ["longrope", "su", "yarn"])
+def test_phi3_longrope_by_all_its_names(named: str) -> None:
+    rope = {"type": named, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    found = spec(
+        "phi3",
+        rope_scaling=rope,
+        partial_rotary_factor=0.75,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+    )
+    (rotary,) = found.rotaries
+    assert (rotary.kind, rotary.dim, rotary.trained_positions) == (RotaryKind.LONGROPE, 12, 4096)
+    assert rotary.attention_factor == math.sqrt(1 + math.log(32) / math.log(4096))
+    assert found.max_model_len == 131072
+    assert found.is_prefix_reusable(4096) and not found.is_prefix_reusable(4097)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "order", "kv_heads"),
+    [
+        ({}, LayerOrder.PARALLEL_ONE_NORM, 1),
+        ({"multi_query": False}, LayerOrder.PARALLEL_ONE_NORM, 4),
+        ({"multi_query": False, "parallel_attn": False}, LayerOrder.SERIAL, 4),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, LayerOrder.PARALLEL, 2),
+        (
+            {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+            LayerOrder.PARALLEL_ONE_NORM,
+            4,
+        ),
+    ],
+)
+def test_kinds_of_falcon(overrides: dict[str, object], order: LayerOrder, kv_heads: int) -> None:
+    found = spec("falcon", **overrides)
+    assert (found.order, found.num_kv_heads, found.intermediate_size) == (order, kv_heads, 256)
+
+
+def test_norms_of_olmo2_are_of_the_whole_width_and_after() -> None:
+    found = spec("olmo2")
+    assert (found.qk_norm, found.norm_places) == (QkNorm.WIDTH, NormPlaces.AFTER)
+    tensors = expected_tensors(found)
+    assert tensors["model.layers.3.self_attn.k_norm.weight"] == (32,)
+    assert not any("input_layernorm" in name for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "message"),
+    [
+        ("falcon", {"alibi": True}, "alibi is not supported, only rotary positions are"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "without parallel_attn"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2 without new_decoder"),
+        ("falcon", {"num_attention_heads": 5}, "hidden size 64 is not a multiple of its 5 attention heads"),
+        ("gpt_neox", {"rotary_pct": 0.2}, "0.2 of a head_dim of 16 are 3 elements that turn"),
+        ("gpt_neox", {"rotary_pct": 0.0}, "0 of a head_dim of 16 are 0 elements that turn"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gemma2", {"sliding_window": None}, "names sliding_attention but the sliding window is off"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "'rope_theta' is none of the layer types"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "'chunked_attention' is not supported"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not one of"),
+        ("phi3", {"rope_scaling": {"type": "su", "short_factor": [0] * 8}}, "8 numbers from 1e-06 to 1e+09"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a number from 1e-06 to 1e+06; got 0"),
+        ("gemma3", {}, "model type 'gemma3' is not supported"),
+    ],
+)
+def test_refusals(model_type: str, overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        spec(model_type, **overrides)
+    assert message in str(caught.value)
+
+
+def test_spans_of_fused_tensors() -> None:
+    """Four query heads in two groups, head_dim 16: [q q k v | q q k v] in Falcon, [q q q q | k k | v v] in
+    Phi-3."""
+    falcon = spec("falcon", new_decoder_architecture=True, num_kv_heads=2)
+    assert falcon.weights.qkv is QkvLayout.BY_KV_HEAD
+    ((_, second),) = spans_of_rank(falcon, 1, 2).qkv
+    assert second == (range(64, 128),)
+    ((_, whole),) = spans_of_rank(falcon, 0, 1).qkv
+    assert whole == (range(32), range(64, 96), range(32, 48), range(96, 112), range(48, 64), range(112, 128))
+    ((_, copied),) = spans_of_rank(falcon, 2, 4).qkv  # the third query head, and a copy of the last KV head
+    assert copied == (range(64, 80), range(96, 128))
+    phi3 = spans_of_rank(spec("phi3"), 1, 2)
+    assert phi3.qkv == (("self_attn.qkv_proj", (range(32, 64), range(80, 96), range(112, 128))),)
+    assert phi3.up == (("mlp.gate_up_proj", (range(48, 96), range(144, 192))),)
+
+
+def test_runs_of_heads_cover_a_tensor_once() -> None:
+    for kv_heads, size in ((1, 2), (2, 2), (2, 4), (4, 3)):
+        found = spec("falcon", new_decoder_architecture=True, num_kv_heads=kv_heads)
+        rows = (4 + 2 * kv_heads) * 16
+        seen = {
+            row
+            for rank in range(size)
+            for _, spans in spans_of_rank(found, rank, size).qkv
+            for s in spans
+            for row in s
+        }
+        assert seen == set(range(rows))

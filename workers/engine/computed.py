@@ -1,0 +1,74 @@
+"""What becomes of a sequence's blocks when more of its tokens are computed.
+
+    released    no row will read them again: given back, their places in the table stay
+    sealed      full, and offered to the prefix cache
+    open        the last one
+
+    0 <= num_released <= num_sealed,   blocks in front of num_released belong to whoever has them now
+
+Blocks are released in models whose every layer has a sliding window. A released block stays findable by its
+hash until it is evicted, as those of a finished request do.
+"""
+
+from __future__ import annotations
+
+from workers.engine.block_pool import BlockPool
+from workers.engine.prefixes import PrefixesInProgress
+from workers.engine.sequence import Sequence
+
+# Attention kernels take keys in groups of as many positions, aligned from the start of a sequence, and may
+# look at a whole group when a row sees one of it (workers/kernels/interface.py).
+_GROUP = 64
+
+
+class ComputedBlocks:
+    """Seals and releases blocks. Used by the scheduler."""
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        block_size: int,
+        prefix_reuse: bool,
+        window: int | None,
+        in_progress: PrefixesInProgress,
+    ) -> None:
+        """window: tokens that a row sees at most, itself included; None: all."""
+        self._pool = pool
+        self._block_size = block_size
+        self._prefix_reuse = prefix_reuse
+        self._window = window
+        self._in_progress = in_progress
+
+    def note(self, sequence: Sequence) -> None:
+        """Its num_computed has grown."""
+        if sequence.num_computed - sequence.num_sealed * self._block_size >= self._block_size:
+            self._seal(sequence)
+        if self._window is not None and sequence.search is None:
+            self._release(sequence, self._window)
+
+    def spoil(self, sequence: Sequence) -> None:
+        """None of its blocks is to be trusted, those that it has given back included."""
+        table, num_released = sequence.block_table, sequence.num_released
+        for block, block_hash in zip(table[:num_released], sequence.hashes, strict=False):
+            if self._pool.find(block_hash) == block:
+                self._pool.spoil(block)
+        for block in sequence.held_blocks:
+            self._pool.spoil(block)
+
+    def _seal(self, sequence: Sequence) -> None:
+        if not self._prefix_reuse:
+            return
+        for index in range(sequence.num_sealed, sequence.num_computed // self._block_size):
+            block_hash = sequence.hash_of_block(index, self._block_size)
+            self._pool.seal(sequence.block_table[index], block_hash)
+            self._in_progress.finish(sequence, block_hash)
+        sequence.num_sealed = sequence.num_computed // self._block_size
+
+    def _release(self, sequence: Sequence, window: int) -> None:
+        """The next row is that of position num_computed."""
+        first_seen = max(0, sequence.num_computed - window + 1) // _GROUP * _GROUP
+        end = first_seen // self._block_size
+        if end > sequence.num_released:
+            self._pool.free_table(sequence.block_table[sequence.num_released : end])
+            sequence.num_released = end
