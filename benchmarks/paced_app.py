@@ -129,6 +129,7 @@ def _info(group_id: GroupId) -> GroupInfo:
         model="paced",
         model_hash=_MODEL_HASH,
         dtype="bfloat16",
+        kv_dtype="bfloat16",
         tensor_parallel=1,
         vocab_size=_VOCAB_SIZE,
         max_model_len=8192,

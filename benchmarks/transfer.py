@@ -50,6 +50,7 @@ LAYOUT = KVLayout(
     model_hash="SmolLM2-135M",
     code="benchmark",
     dtype="bfloat16",
+    kv_dtype="bfloat16",
     block_size=16,
     num_kv_heads=3,
     num_layers=30,

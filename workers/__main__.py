@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from workers.config import GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from workers.progress import Progress
 
 
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
             quantization=options.quantization,
             max_model_len=options.max_model_len,
         ),
+        cache=CacheConfig(dtype=options.kv_dtype),
         schedule=ScheduleConfig(max_step_tokens=options.max_step_tokens),
         parallel=ParallelConfig(
             tensor_parallel=options.tp, threads_per_rank=options.threads, device=options.device
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--tp", type=_whole(1), default=1, help="ranks that share the model")
         sub.add_argument("--dtype", default="auto", help="auto (bfloat16), bfloat16 or float32")
         sub.add_argument("--quantization", default="auto", help="of linear weights: auto, none, int8, int4")
+        sub.add_argument("--kv-dtype", default="auto", help="of keys and values: auto (as --dtype) or int8")
         sub.add_argument("--device", default="auto", help="auto, cpu or cuda")
         sub.add_argument("--threads", type=_whole(1), help="CPU threads per rank; default: cores / ranks")
         sub.add_argument("--max-model-len", type=_whole(1), help="longest context in tokens")

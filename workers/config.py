@@ -27,6 +27,7 @@ class CacheConfig:
     """The paged KV pool."""
 
     block_size: int = 16  # tokens in a block
+    dtype: str = "auto"  # of keys and values: auto (the model's), int8 (half the bytes, with a scale a head)
     num_blocks: int | None = None  # None: from free memory, measured at start
     memory_fraction: float = 0.5  # share of the free memory that the pool may take, when measured
     max_bytes: int = 4 << 30  # upper limit of the measured size on CPU, bytes

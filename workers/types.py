@@ -216,6 +216,7 @@ class GroupInfo:
     model: str
     model_hash: str  # of config and samples of all tensors: differs between trainings
     dtype: str
+    kv_dtype: str  # of the blocks
     tensor_parallel: int
     vocab_size: int
     max_model_len: int

@@ -17,7 +17,6 @@ from cluster.bench.orders import SweepOrder
 from cluster.bench.report import Report
 from cluster.bench.roofs import roof_meter
 from cluster.bench.subject import Prompts, open_engine
-from cluster.figures.number_formats import element_bytes
 from cluster.figures.percentile import percentile
 from cluster.plan.devices import Roofs
 from cluster.plan.roofline import Load
@@ -32,7 +31,7 @@ def sweep(order: SweepOrder, report: Callable[[str], None]) -> dict[str, Any]:
     spec = Checkpoint(order.engine.model).spec
     with open_engine(order.engine) as engine:
         found = engine.facts
-        load = Load.of(spec, element_bytes=element_bytes(found.dtype), quantization=order.engine.quantization)
+        load = Load.of(spec, dtype=found.dtype, quantization=order.engine.quantization)
         meter = roof_meter(found.device)
         prompts = Prompts(found.limits.vocab_size)
         engine.run(prompts.take(2, 32), 4)  # memory and code are touched once, untimed

@@ -25,6 +25,7 @@ from cluster.plan.models import PlannedModel, UnknownModel, find_model
 from cluster.plan.plan import Plan, find_speed, make_plan, propose, smallest_ranks
 from cluster.plan.proposal import NotReachable
 from workers.config import CacheConfig, ScheduleConfig
+from workers.kv_format import INT8
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.spec import check_tensor_parallel
 
@@ -56,6 +57,7 @@ def plan(
     quantization: Annotated[
         str, typer.Option("--quantization", help="auto (the model's own), none, int8 or int4.")
     ] = "auto",
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Of keys and values: auto or int8.")] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", min=1, max=_most("cache.block_size"))] = 16,
     max_running: Annotated[
         int, typer.Option("--max-running", min=1, max=_most("schedule.max_running"))
@@ -108,7 +110,7 @@ def plan(
                 context=context,
                 dtype=dtype,
                 quantization=found.quantization(quantization),
-                cache=CacheConfig(block_size=block_size),
+                cache=CacheConfig(block_size=block_size, dtype=kv_dtype),
                 schedule=ScheduleConfig(max_running=max_running, max_step_tokens=step_tokens),
             )
             _check_shape(found, shape)
@@ -146,6 +148,7 @@ def _check_shape(model: PlannedModel, shape: Shape) -> None:
     for option, value, legal in (
         ("--dtype", shape.dtype, ("bfloat16", "float32")),
         ("--quantization", shape.quantization, ("auto", "none", "int8", "int4")),
+        ("--kv-dtype", shape.cache.dtype, ("auto", INT8)),
     ):
         if value not in legal:
             raise CommandFailed(f"{option} {value!r}: it is one of {', '.join(legal)}")

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from cluster.cli.terminal import Terminal
 from cluster.plan.demand import Demand
+from cluster.plan.memory import row_formula
 from cluster.plan.plan import Plan
 from cluster.plan.proposal import Proposal
 
@@ -39,6 +40,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
             "dtype": plan.shape.dtype,
+            "kv_dtype": plan.shape.kv_dtype,
             "quantization": plan.shape.quantization,
         },
         "device": asdict(plan.device),
@@ -145,8 +147,8 @@ def _memory(terminal: Terminal, plan: Plan) -> None:
     terminal.out.print(table)
     spec = plan.model.spec
     terminal.say(
-        f"KV cache: 2 x L {spec.num_layers} x K {spec.num_kv_heads} x D {spec.head_dim} x "
-        f"{plan.shape.element_bytes} B = {memory.kv_bytes_per_token:,} B a token, "
+        f"KV cache: 2 x L {spec.num_layers} x K {spec.num_kv_heads} x "
+        f"{row_formula(spec.head_dim, plan.shape.kv_dtype)} = {memory.kv_bytes_per_token:,} B a token, "
         f"{memory.kv_bytes_per_token * memory.context / 2**20:,.0f} MiB for {memory.context:,} tokens"
     )
     terminal.say(

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from cluster.config.problems import Problem, join
 from cluster.config.tree import TandemConfig
 from workers.decoding.drafter import METHODS, MODEL_METHODS
+from workers.kv_format import INT8
 
 
 class Range(NamedTuple):
@@ -120,6 +121,7 @@ RANGES: dict[str, Range] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.quantization": ("auto", "none", "int8", "int4"),
+    "pools.*.cache.dtype": ("auto", INT8),
     "pools.*.speculative.method": ("none", *METHODS, *MODEL_METHODS),
     "pools.*.transfer.transport": ("auto", "memory", "process_group", "sockets"),
 }

@@ -75,6 +75,14 @@ def _misfits(name: str, pool: PoolConfig, other_name: str, other: PoolConfig) ->
             allowed=str(size),
             hint="give both the same",
         )
+    if pool.cache.dtype != other.cache.dtype:
+        yield Problem(
+            path=f"pools.{other_name}.cache.dtype",
+            message=f"groups cannot read each other's blocks: pools.{name}.cache.dtype is {pool.cache.dtype}",
+            got=other.cache.dtype,
+            allowed=pool.cache.dtype,
+            hint="give both the same",
+        )
     transports = pool.transfer.transport, other.transfer.transport
     if "auto" not in transports and transports[0] != transports[1]:
         yield Problem(

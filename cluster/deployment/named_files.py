@@ -7,11 +7,12 @@ from pathlib import Path
 
 from cluster.config.problems import Problem
 from cluster.config.tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
-from cluster.figures.number_formats import element_bytes
+from cluster.figures.number_formats import model_dtype
 from cluster.models.embedded import canonical_path
 from router.api.auth import load_api_keys
 from router.text.tokenizer import TEXT_FILES, TextTokenizer
 from workers.decoding.drafter import MEDUSA
+from workers.kv_format import kv_dtype
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.files import resolve_inside
@@ -102,10 +103,10 @@ def _too_small(
     is_one_machine = pool.placement == "STRICT_PACK" or config.network.interface == "loopback"
     sharers = pool.tensor_parallel if is_one_machine else 1
     kv_heads = len(checkpoint.spec.kv_heads_of_rank(0, pool.tensor_parallel))  # the most that a rank has
-    width = element_bytes(config.model.dtype)
-    block_bytes = bytes_per_block(checkpoint.spec, kv_heads, cache.block_size, width)
+    dtype = kv_dtype(cache.dtype, model_dtype(config.model.dtype))
+    block_bytes = bytes_per_block(checkpoint.spec, kv_heads, cache.block_size, dtype)
     if draft is not None:  # on rank 0
-        block_bytes += bytes_per_block(draft.spec, draft.spec.num_kv_heads, cache.block_size, width)
+        block_bytes += bytes_per_block(draft.spec, draft.spec.num_kv_heads, cache.block_size, dtype)
     num_blocks = cache.max_bytes // sharers // block_bytes
     if num_blocks < needed:
         yield Problem(

@@ -95,16 +95,11 @@ def matrix_bytes(outputs: int, inputs: int, element_bytes: int, quantization: st
 
 
 def kv_bytes_per_token(
-    spec: ModelSpec, *, element_bytes: int = 2, rank: int | None = None, tensor_parallel: int = 1
+    spec: ModelSpec, *, dtype: str = "bfloat16", rank: int | None = None, tensor_parallel: int = 1
 ) -> int:
-    """2 (K and V) x L x K x D x bytes, of the whole model or of the heads of a rank."""
+    """2 (K and V) x L x K x D x bytes, of the whole model or of the heads of a rank; int8 with its scales."""
     heads = spec.num_kv_heads if rank is None else len(spec.kv_heads_of_rank(rank, tensor_parallel))
-    return bytes_per_block(spec, heads, 1, element_bytes)
-
-
-def int8_kv_bytes_per_token(spec: ModelSpec, *, scale_bytes: int = 2) -> int:
-    """With one byte a value and one scale for every token and head, of K and of V."""
-    return 2 * spec.num_layers * spec.num_kv_heads * (spec.head_dim + scale_bytes)
+    return bytes_per_block(spec, heads, 1, dtype)
 
 
 def attended_pairs(spec: ModelSpec, tokens: int, cached: int = 0) -> float:

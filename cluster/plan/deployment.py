@@ -58,6 +58,8 @@ def _pool(
 ) -> Mapping[str, Any]:
     """cores: what a group takes, its ranks together, when it is to have a machine of its own."""
     cache: dict[str, Any] = {"block_size": memory.block_size}
+    if shape.cache.dtype != "auto":
+        cache["dtype"] = shape.cache.dtype
     if device.is_gpu:
         cache["memory_fraction"] = memory.cache.memory_fraction
     elif memory.cache.max_bytes != type(memory.cache)().max_bytes:

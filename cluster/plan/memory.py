@@ -18,6 +18,7 @@ from cluster.plan.arithmetic import kv_bytes_per_token, weight_bytes
 from cluster.plan.devices import Device
 from cluster.plan.models import PlannedModel
 from workers.config import CacheConfig, ScheduleConfig
+from workers.kv_format import INT8, NUMBER_BYTES, SCALE_BYTES, kv_dtype
 from workers.runtime.errors import PoolTooSmall
 from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 
@@ -42,6 +43,11 @@ class Shape:
     @property
     def element_bytes(self) -> int:
         return element_bytes(self.dtype)
+
+    @property
+    def kv_dtype(self) -> str:
+        """In which keys and values lie in the pool."""
+        return kv_dtype(self.cache.dtype, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +89,7 @@ def plan_memory(model: PlannedModel, device: Device, shape: Shape) -> MemoryPlan
     free = device.memory_bytes - weights
     spec, cache = model.spec, shape.cache
     kv_heads = len(spec.kv_heads_of_rank(0, shape.tensor_parallel))
-    block_bytes = bytes_per_block(spec, kv_heads, cache.block_size, shape.element_bytes)
+    block_bytes = bytes_per_block(spec, kv_heads, cache.block_size, shape.kv_dtype)
     if free <= working:
         raise DoesNotFit(
             f"{model.name} needs {_gib(weights + working)} GiB on a rank before any KV cache, {device.name} "
@@ -111,17 +117,24 @@ def plan_memory(model: PlannedModel, device: Device, shape: Shape) -> MemoryPlan
         name="KV pool",
         num_bytes=num_blocks * block_bytes,
         formula=f"{num_blocks:,} blocks x {cache.block_size} tokens x 2 x L {spec.num_layers} x K {kv_heads} "
-        f"x D {spec.head_dim} x {shape.element_bytes} B",
+        f"x {row_formula(spec.head_dim, shape.kv_dtype)}",
     )
     return MemoryPlan(
         parts=(*fixed, pool),
-        kv_bytes_per_token=kv_bytes_per_token(spec, element_bytes=shape.element_bytes),
+        kv_bytes_per_token=kv_bytes_per_token(spec, dtype=shape.kv_dtype),
         block_bytes=block_bytes,
         num_blocks=num_blocks,
         block_size=cache.block_size,
         context=shape.context,
         cache=cache,
     )
+
+
+def row_formula(head_dim: int, dtype: str) -> str:
+    """Bytes of the keys of a token and head, in words."""
+    if dtype == INT8:
+        return f"(D {head_dim} x {NUMBER_BYTES[dtype]} B + scale {SCALE_BYTES} B)"
+    return f"D {head_dim} x {NUMBER_BYTES[dtype]} B"
 
 
 def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[MemoryPart]:

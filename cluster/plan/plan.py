@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from cluster.plan import textbook
-from cluster.plan.arithmetic import int8_kv_bytes_per_token
+from cluster.plan.arithmetic import kv_bytes_per_token
 from cluster.plan.calibration import SHIPPED_PARAMETERS, find_calibration, machine_roofs
 from cluster.plan.demand import Demand, Targets
 from cluster.plan.devices import THIS_MACHINE, Device, Roofs, find_device, this_machine
@@ -16,6 +16,7 @@ from cluster.plan.memory import DoesNotFit, MemoryPlan, Shape, plan_memory
 from cluster.plan.models import PlannedModel
 from cluster.plan.proposal import GroupLimits, NotReachable, Proposal, propose_apart, propose_unified
 from cluster.plan.roofline import Load
+from workers.kv_format import INT8
 from workers.model.spec import legal_tensor_parallel
 
 _MOST_RANKS = 8  # ranks of a group belong on one machine
@@ -203,7 +204,7 @@ def propose(
 
 def load_of(model: PlannedModel, shape: Shape) -> Load:
     """The model as it is to run."""
-    return Load.of(model.spec, element_bytes=shape.element_bytes, quantization=shape.quantization)
+    return Load.of(model.spec, dtype=shape.dtype, cache=shape.cache.dtype, quantization=shape.quantization)
 
 
 def split_cost(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> StepCost:
@@ -241,11 +242,13 @@ def _notes(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> l
             f"Two all-reduces a layer are counted, each {_REDUCE_LATENCY_S * 1e6:g} us and its bytes over "
             f"{device.link_bytes_per_s / 1e9:g} GB/s; limits leave them out."
         )
-    int8 = int8_kv_bytes_per_token(model.spec)
-    notes.append(
-        f"Keys and values in 8 bits with a 16-bit scale a head would take {int8:,} B a token; the engine "
-        f"keeps them in {shape.dtype}."
-    )
+    if shape.kv_dtype == INT8 and speed.source.startswith("measured"):
+        notes.append(f"The steps were measured with keys and values in {shape.dtype}; int8 are read sooner.")
+    if shape.kv_dtype != INT8:
+        notes.append(
+            f"Keys and values in 8 bits (--kv-dtype int8) would take "
+            f"{kv_bytes_per_token(model.spec, dtype=INT8):,} B a token."
+        )
     if any(window is not None and window < shape.context for window in model.spec.sliding_window):
         notes.append("A sliding window bounds what is read; blocks beyond it are kept all the same.")
     return notes

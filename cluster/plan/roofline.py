@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cluster.figures.number_formats import element_bytes
 from cluster.figures.step_cost import StepCost
 from cluster.plan.arithmetic import (
     attended_pairs,
@@ -21,6 +22,7 @@ from cluster.plan.arithmetic import (
     read_bytes,
 )
 from cluster.plan.devices import Device, Roofs
+from workers.kv_format import kv_dtype
 from workers.model.architecture import ModelSpec
 
 _QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16
@@ -56,11 +58,14 @@ class Load:
     speedup: float = 1.0  # of products with weights over bfloat16 ones; attention is not quantized
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, element_bytes: int = 2, quantization: str = "none") -> Load:
+    def of(
+        cls, spec: ModelSpec, *, dtype: str = "bfloat16", cache: str = "auto", quantization: str = "none"
+    ) -> Load:
+        """dtype: as `model.dtype`, of weights that are not quantized; cache: as `cache.dtype`."""
         return cls(
             spec=spec,
-            weight_bytes=read_bytes(spec, element_bytes=element_bytes, quantization=quantization),
-            kv_bytes=kv_bytes_per_token(spec, element_bytes=element_bytes),
+            weight_bytes=read_bytes(spec, element_bytes=element_bytes(dtype), quantization=quantization),
+            kv_bytes=kv_bytes_per_token(spec, dtype=kv_dtype(cache, dtype)),
             speedup=1.0 if quantization == "none" else _QUANTIZED_SPEEDUP,
         )
 

@@ -90,7 +90,7 @@ class SimGroup:
             info.block_size,
             info.num_blocks,
             role=info.role,
-            kv_format=f"{info.dtype} {info.block_size}" if info.exchanges_kv else "",
+            kv_format=f"{info.kv_dtype} {info.block_size}" if info.exchanges_kv else "",
             block_bytes=info.kv_bytes_per_block,
             context_token_s=info.context_token_s,
         )

@@ -168,6 +168,7 @@ def _info(config: SimConfig, role: Role, number: int) -> GroupInfo:
         model="simulated",
         model_hash="",
         dtype=_DTYPE,
+        kv_dtype=_DTYPE,
         tensor_parallel=1,
         vocab_size=_VOCAB_SIZE,
         max_model_len=config.num_blocks * size,

@@ -220,7 +220,7 @@ class GroupLink:
 
 def _kv_format(info: GroupInfo) -> str:
     """Equal for groups that can read each other's KV blocks; they compare the rest when they meet."""
-    return f"{info.model_hash} {info.dtype} {info.block_size}" if info.exchanges_kv else ""
+    return f"{info.model_hash} {info.dtype} {info.kv_dtype} {info.block_size}" if info.exchanges_kv else ""
 
 
 async def open_link(

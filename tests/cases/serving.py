@@ -227,6 +227,7 @@ def running_engine(
             model=MODEL,
             model_hash=facts.model_hash,
             dtype=facts.dtype,
+            kv_dtype=facts.kv_dtype,
             tensor_parallel=tensor_parallel,
             vocab_size=facts.limits.vocab_size,
             max_model_len=facts.limits.max_model_len,

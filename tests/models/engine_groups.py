@@ -41,13 +41,14 @@ def group_config(
     *,
     step_timeout_s: float = 20.0,
     dtype: str = "float32",
+    kv_dtype: str = "auto",
     speculative: SpeculativeConfig | None = None,
     **cache: int,
 ) -> GroupConfig:
     return GroupConfig(
         model=ModelConfig(path=str(folder), dtype=dtype),
         speculative=speculative or SpeculativeConfig(),
-        cache=CacheConfig(block_size=BLOCK_SIZE, **({"num_blocks": 160} | cache)),
+        cache=CacheConfig(block_size=BLOCK_SIZE, dtype=kv_dtype, **({"num_blocks": 160} | cache)),
         parallel=ParallelConfig(
             tensor_parallel=tensor_parallel, threads_per_rank=1, step_timeout_s=step_timeout_s, device="cpu"
         ),

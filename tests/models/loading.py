@@ -21,12 +21,14 @@ def paged_model(
     block_size: int = 16,
     parallel: TensorParallel | None = None,
     quantization: Quantization = Quantization.NONE,
+    kv_dtype: torch.dtype | None = None,
 ) -> PagedModel:
-    """Opens a checkpoint as a server does and puts its decoder over a pool of 256 blocks."""
+    """Opens a checkpoint as a server does and puts its decoder over a pool of 256 blocks; kv_dtype: of the
+    pool, None: that of the model."""
     checkpoint = Checkpoint(folder)
     parallel = parallel or TensorParallel()
     decoder = load_decoder(checkpoint, dtype, torch.device("cpu"), parallel, quantization=quantization)
-    return PagedModel(decoder, block_size=block_size, dtype=dtype)
+    return PagedModel(decoder, block_size=block_size, dtype=kv_dtype or dtype)
 
 
 def logits_of(model: PagedModel, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from workers.kernels import pack_step
+from workers.kernels import CacheForm, PagedCache, pack_step
 from workers.model.decoder import Decoder
 
 
@@ -35,9 +35,14 @@ class PagedModel:
         spec = decoder.spec
         self.decoder = decoder
         self._block_size = block_size
-        self._kv = torch.zeros(
-            num_blocks, decoder.num_kv_heads, spec.num_layers, 2, block_size, spec.head_dim, dtype=dtype
+        form = CacheForm(
+            num_kv_heads=decoder.num_kv_heads,
+            num_layers=spec.num_layers,
+            block_size=block_size,
+            head_dim=spec.head_dim,
+            dtype=dtype,
         )
+        self._kv = PagedCache.zeros(num_blocks, form)
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()
 
     def start(self, prompt: Sequence[int], *, room: int = 64) -> PagedSequence:

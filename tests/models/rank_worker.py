@@ -45,6 +45,7 @@ def main(job_file: Path, rank: int) -> None:
                 dtype=dtype,
                 parallel=parallel,
                 quantization=Quantization(work["quantization"]),
+                kv_dtype=getattr(torch, work["kv_dtype"] or work["dtype"]),
             )
         except (TensorParallelError, CheckpointError) as error:
             results.append({"error": str(error)})

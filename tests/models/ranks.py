@@ -28,6 +28,7 @@ class Work:
     chunk: int | None = None
     dtype: str = "float32"
     quantization: str = "none"
+    kv_dtype: str | None = None  # None: as dtype
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def test_damaged_values_end_one_request_and_leave_no_trace(group: LocalGroup) ->
         mine.engine.step()
     victim = 3
     spoiled = watched.blocks[tuple(prompts[victim])]
-    watched.inner.runner.pool[spoiled[0]] = float("nan")
+    watched.inner.runner.pool.numbers[spoiled[0]] = float("nan")
     answers = mine.finish()
     for number, request_id in enumerate(ids):
         if number != victim:
@@ -273,7 +273,7 @@ def test_damaged_values_end_one_request_and_leave_no_trace(group: LocalGroup) ->
     again = mine.generate(prompts)
     assert sorted(set(watched.zeroed)) == sorted(spoiled)
     assert [answer.token_ids for answer in again] == expected
-    assert not watched.inner.runner.pool.isnan().any()
+    assert not watched.inner.runner.pool.numbers.isnan().any()
 
 
 def test_damaged_values_are_an_error_of_that_request(group: LocalGroup) -> None:
@@ -283,11 +283,11 @@ def test_damaged_values_are_an_error_of_that_request(group: LocalGroup) -> None:
     first, second = checkpoints.graded_prompts()[2:4]
     ids = [mine.submit(prompt, replace(GREEDY, num_logprobs=1)) for prompt in (first, second)]
     mine.engine.step()
-    watched.inner.runner.pool[watched.blocks[tuple(first)][0]] = float("nan")
+    watched.inner.runner.pool.numbers[watched.blocks[tuple(first)][0]] = float("nan")
     answers = mine.finish()
     bad, good = answers[ids[0], 0], answers[ids[1], 0]
     assert bad.finish is FinishReason.ERROR and bad.chunk_with_error is not None
     assert bad.chunk_with_error.error_code == "numerical_error"
     assert good.finish is FinishReason.LENGTH and len(good.token_ids) == 19
     mine.generate([first])  # zeroes what was spoiled
-    assert not watched.inner.runner.pool.isnan().any()
+    assert not watched.inner.runner.pool.numbers.isnan().any()

@@ -14,10 +14,13 @@ import torch
 
 from tests.models import checkpoints
 from tests.models.emulated_device import EmulatedDevice
+from tests.unit.kernels.batches import fill
 from workers.config import ScheduleConfig
 from workers.kernels import (
+    CacheForm,
     Draw,
     Drawn,
+    PagedCache,
     StepMessage,
     TorchKernels,
     build_batch,
@@ -42,11 +45,19 @@ def decoder_of(folder: Path) -> Decoder:
     return load_decoder(Checkpoint(folder), torch.float32, CPU, TensorParallel(), TorchKernels())
 
 
-def pool_of(decoder: Decoder, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+def pool_of(decoder: Decoder, num_blocks: int = NUM_BLOCKS) -> PagedCache:
     """Noise everywhere: what a padding row reads must not matter, nor be changed."""
     spec = decoder.spec
-    shape = (num_blocks, decoder.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    form = CacheForm(
+        num_kv_heads=decoder.num_kv_heads,
+        num_layers=spec.num_layers,
+        block_size=BLOCK_SIZE,
+        head_dim=spec.head_dim,
+        dtype=torch.float32,
+    )
+    pool = PagedCache.zeros(num_blocks, form)
+    fill(pool, torch.Generator().manual_seed(3))
+    return pool
 
 
 def decode_step(contexts: Sequence[int], first_block: int = 0, seed: int = 0) -> StepMessage:
@@ -101,8 +112,8 @@ def test_a_replayed_step_finds_what_the_operators_find(name: str, family_folder:
         before = both.pool.clone()
         message = decode_step(contexts, seed=seed)
         assert_same(both.run(message))
-        torch.testing.assert_close(both.pool, both.plain_pool, atol=1e-5, rtol=0)
-        assert written_slots(before, both.pool) == slots_of(message)
+        torch.testing.assert_close(both.pool.numbers, both.plain_pool.numbers, atol=1e-5, rtol=0)
+        assert written_slots(before.numbers, both.pool.numbers) == slots_of(message)
     assert both.num_replays == 5
 
 
@@ -120,7 +131,7 @@ def slots_of(message: StepMessage) -> set[int]:
 
 def test_recording_writes_nothing(family_folder: Folders) -> None:
     both = Both(family_folder("llama"))
-    assert torch.equal(both.pool, both.plain_pool)
+    assert torch.equal(both.pool.memory, both.plain_pool.memory)
     assert len(both.device.graphs) == both.graphs.num_graphs == 4
 
 
@@ -194,7 +205,7 @@ def test_what_steps_take_is_measured_before_the_pool(family_folder: Folders) -> 
     device = EmulatedDevice(taken=1000, graph_bytes=[500, 30], peaks=[7000])
     pools: list[int] = []
 
-    def make_pool(num_blocks: int) -> torch.Tensor:
+    def make_pool(num_blocks: int) -> PagedCache:
         pools.append(num_blocks)
         return pool_of(decoder, num_blocks)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.models.checkpoints import prompt_ids
-from workers.kernels import SharedCollective, TorchKernels, pack_step
+from workers.kernels import CacheForm, PagedCache, SharedCollective, TorchKernels, pack_step
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
@@ -78,7 +78,14 @@ class Rank:
 
     def __init__(self, decoder: Decoder) -> None:
         spec = decoder.spec
-        self.pool = torch.zeros(2, decoder.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
+        form = CacheForm(
+            num_kv_heads=decoder.num_kv_heads,
+            num_layers=spec.num_layers,
+            block_size=BLOCK_SIZE,
+            head_dim=spec.head_dim,
+            dtype=torch.float32,
+        )
+        self.pool = PagedCache.zeros(2, form)
         self.failure: BaseException | None = None
         self._decoder = decoder
         self._thread = threading.Thread(target=self._compute, daemon=True)
@@ -96,7 +103,7 @@ class Rank:
 
     def has_written(self, layer: int) -> bool:
         """The keys of all tokens."""
-        rows = self.pool[:, :, layer, 0].transpose(1, 2).reshape(2 * BLOCK_SIZE, -1)
+        rows = self.pool.layers[layer].keys.transpose(1, 2).reshape(2 * BLOCK_SIZE, -1)
         return bool(rows[:NUM_TOKENS].any(1).all())
 
     def _compute(self) -> None:

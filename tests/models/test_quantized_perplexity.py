@@ -1,10 +1,14 @@
-"""What 8 and 4 bits cost the embedded model on a fixed text; longer texts are in benchmarks/NOTES.md."""
+"""What 8 and 4 bits cost the embedded model on a fixed text, of weights, and of keys and values.
+
+Longer texts are in benchmarks/NOTES.md.
+"""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 
@@ -29,8 +33,11 @@ TEXT = (
 )
 
 
-def perplexity(folder: Path, token_ids: list[int], form: Quantization) -> float:
-    logits = logits_of(paged_model(folder, dtype=torch.bfloat16, quantization=form), token_ids)
+def perplexity(
+    folder: Path, token_ids: list[int], form: Quantization, kv_dtype: torch.dtype | None = None
+) -> float:
+    model = paged_model(folder, dtype=torch.bfloat16, quantization=form, kv_dtype=kv_dtype)
+    logits = logits_of(model, token_ids)
     scores = torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(token_ids[1:])[:, None])
     return math.exp(-float(scores.mean()))
 
@@ -43,3 +50,5 @@ def test_perplexity_of_the_embedded_model(embedded_folder: Path) -> None:
     assert 19 < plain < 20.6
     assert int8 / plain < 1.06
     assert int4 / plain < 1.03
+    cached = perplexity(embedded_folder, token_ids, Quantization.NONE, torch.int8)
+    assert cached / plain == pytest.approx(1.0, abs=0.005)

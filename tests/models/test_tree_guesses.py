@@ -85,12 +85,14 @@ class Foresight:
         ("gpt2", 1, "float32"),
         ("mistral", 1, "bfloat16"),
         ("llama", 2, "bfloat16"),
+        ("llama", 1, "bfloat16", "int8"),
     ],
-    ids=lambda each: f"{each[0]}-tp{each[1]}-{each[2]}",
+    ids=lambda each: "-".join(map(str, each)),
 )
 def group(request: pytest.FixtureRequest, family_folder: Callable[[str], Path]) -> Iterator[LocalGroup]:
-    family, tensor_parallel, dtype = request.param
-    with start_group(family_folder(family), tensor_parallel, dtype=dtype) as group:
+    family, tensor_parallel, dtype, *kv_dtype = request.param
+    options = {"dtype": dtype, "kv_dtype": kv_dtype[0] if kv_dtype else "auto"}
+    with start_group(family_folder(family), tensor_parallel, **options) as group:
         yield group
 
 

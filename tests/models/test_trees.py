@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.models import checkpoints
-from workers.kernels import Kernels, TorchKernels, kernels_for, pack_step
+from tests.unit.kernels.batches import fill
+from workers.kernels import CacheForm, Kernels, PagedCache, TorchKernels, kernels_for, pack_step
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
@@ -34,8 +35,15 @@ class Pool:
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         spec = decoder.spec
         self._decoder = decoder
-        shape = (NUM_BLOCKS, decoder.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
-        self._kv = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        form = CacheForm(
+            num_kv_heads=decoder.num_kv_heads,
+            num_layers=spec.num_layers,
+            block_size=BLOCK_SIZE,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+        )
+        self._kv = PagedCache.zeros(NUM_BLOCKS, form)
+        fill(self._kv, torch.Generator().manual_seed(3))
         self._blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()
 
     def compute(self, token_ids: Sequence[int], start: int, parents: Sequence[int] = ()) -> torch.Tensor:
@@ -61,29 +69,36 @@ def path_to(row: int) -> list[int]:
 
 @pytest.mark.parametrize("length", [0, 1, 59, 63, 64, 70, 130])
 @pytest.mark.parametrize(
-    ("family", "dtype", "kind"),
+    ("family", "dtype", "kind", "kv_dtype"),
     [
-        ("llama", torch.bfloat16, "native"),
-        ("mistral", torch.bfloat16, "native"),
-        ("llama_head_dim_24", torch.bfloat16, "native"),
-        ("llama_head_dim_8_mqa", torch.float32, "native"),
-        ("mistral", torch.float32, "native"),
-        ("mistral", torch.float32, "torch"),
-        ("qwen3", torch.float32, "torch"),
+        ("llama", torch.bfloat16, "native", None),
+        ("mistral", torch.bfloat16, "native", None),
+        ("llama_head_dim_24", torch.bfloat16, "native", None),
+        ("llama_head_dim_8_mqa", torch.float32, "native", None),
+        ("mistral", torch.float32, "native", None),
+        ("mistral", torch.float32, "torch", None),
+        ("qwen3", torch.float32, "torch", None),
+        ("mistral", torch.bfloat16, "native", torch.int8),
+        ("llama_head_dim_24", torch.bfloat16, "native", torch.int8),
     ],
 )
 def test_a_row_sees_its_ancestors_and_nobody_else(
-    family_folder: Callable[[str], Path], family: str, dtype: torch.dtype, kind: str, length: int
+    family_folder: Callable[[str], Path],
+    family: str,
+    dtype: torch.dtype,
+    kind: str,
+    kv_dtype: torch.dtype | None,
+    length: int,
 ) -> None:
     kernels = TorchKernels() if kind == "torch" else kernels_for(torch.device("cpu"), dtype)
     decoder = decoder_of(family_folder(family), dtype, kernels)
     prompt = checkpoints.prompt_ids(length, seed=length)
-    pool = Pool(decoder, dtype)
+    pool = Pool(decoder, kv_dtype or dtype)
     if prompt:
         pool.compute(prompt, 0)
     found = pool.compute(TOKENS, length, PARENTS)
     for row in range(len(TOKENS)):
-        alone = Pool(decoder, dtype)
+        alone = Pool(decoder, kv_dtype or dtype)
         if prompt:
             alone.compute(prompt, 0)
         expected = alone.compute([TOKENS[each] for each in path_to(row)], length)[-1]

@@ -152,6 +152,7 @@ def layout_of(facts: RankFacts) -> KVLayout:
         model_hash=facts.model_hash,
         code=facts.code,
         dtype=facts.dtype,
+        kv_dtype=facts.kv_dtype,
         block_size=facts.block_size,
         num_kv_heads=facts.num_kv_heads,
         num_layers=facts.num_layers,

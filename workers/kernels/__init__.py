@@ -8,6 +8,7 @@ from workers.kernels.draw import NOT_FINITE, Draw
 from workers.kernels.interface import Drawn, FusedStep, Kernels, PackedLinear, StepLayer, StepModel, Turn
 from workers.kernels.library import Library
 from workers.kernels.memory import KeptRows
+from workers.kernels.paged_cache import CacheForm, LayerCache, PagedCache
 from workers.kernels.quantized import Quantization, QuantizedWeight
 from workers.kernels.reference import TorchKernels
 from workers.kernels.step_message import (
@@ -24,6 +25,7 @@ from workers.kernels.step_message import (
 __all__ = [
     "MAX_LOGIT_ROWS",
     "NOT_FINITE",
+    "CacheForm",
     "CollectiveFailed",
     "Draw",
     "Drawn",
@@ -32,8 +34,10 @@ __all__ = [
     "KeptRows",
     "Kernels",
     "KernelsUnavailable",
+    "LayerCache",
     "Library",
     "PackedLinear",
+    "PagedCache",
     "Quantization",
     "QuantizedWeight",
     "SharedCollective",

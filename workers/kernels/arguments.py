@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from workers.kernels.batch import StepBatch
+from workers.kernels.paged_cache import LayerCache
 
 
 def check_batch(batch: StepBatch, tokens: int) -> None:
@@ -33,11 +34,20 @@ def check_turn(cos: torch.Tensor | None, sin: torch.Tensor | None, tokens: int, 
     assert 2 * cos.shape[1] <= head_dim, (cos.shape, head_dim)
 
 
-def check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype) -> None:
-    """Both caches lie alike, dense in their last two axes."""
-    assert k_cache.dtype == v_cache.dtype == dtype, (k_cache.dtype, v_cache.dtype, dtype)
-    assert k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride(), (
-        k_cache.shape,
-        v_cache.shape,
-    )
-    assert k_cache.stride()[2:] == (k_cache.shape[3], 1), k_cache.stride()
+def check_cache(cache: LayerCache, dtype: torch.dtype) -> None:
+    """Keys and values lie alike, dense in their last two axes, with the scales of int8 right behind them."""
+    keys, values = cache.keys, cache.values
+    expected = torch.int8 if cache.is_quantized else dtype
+    assert keys.dtype == values.dtype == expected, (keys.dtype, values.dtype, expected)
+    assert keys.shape == values.shape and keys.stride() == values.stride(), (keys.shape, values.shape)
+    assert keys.stride()[2:] == (keys.shape[3], 1), keys.stride()
+    for rows, scales in ((keys, cache.key_scales), (values, cache.value_scales)):
+        if scales is not None:
+            assert scales.dtype == torch.float16 and scales.shape == rows.shape[:3], (
+                scales.dtype,
+                scales.shape,
+            )
+            assert scales.data_ptr() == rows.data_ptr() + rows.shape[2] * rows.shape[3], (
+                "a page without its scales"
+            )
+            assert [2 * stride for stride in scales.stride()] == [*rows.stride()[:2], 2], scales.stride()

@@ -21,6 +21,7 @@ from workers.kernels.interface import Drawn, PackedLinear, StepLayer, StepModel,
 from workers.kernels.library import Library
 from workers.kernels.memory import KeptRows
 from workers.kernels.packed import NativeLinear, PackedWeights
+from workers.kernels.paged_cache import PagedCache
 from workers.kernels.step_message import StepMessage, header_of, unpack
 
 _ANY_POSITION = 1 << 31  # where nothing turns, a context ends with the pool
@@ -73,7 +74,10 @@ class StepInput(ctypes.Structure):
         ("pool", c_void_p),
         *[
             (name, c_long)
-            for name in ("num_blocks", "block_stride", "head_stride", "layer_stride", "block_size")
+            for name in (
+                *("is_int8", "num_blocks", "block_stride", "head_stride", "layer_stride"),
+                *("value_stride", "block_size"),
+            )
         ],
         ("logits", c_void_p),
         ("draws", c_void_p),
@@ -111,14 +115,14 @@ class NativeStep:
         self._logits = KeptRows(_native(model.head).out_features)
         self._hidden = KeptRows(self._shape.hidden, torch.bfloat16)
         self._inputs = StepInput()
-        self._kv: torch.Tensor | None = None
+        self._kv: PagedCache | None = None
         self._turn: Turn | None = None
         self._scratch: int = library.step_scratch()
         # Not at exit: a thread that ends with the process may still be inside a step.
         weakref.finalize(self, library.free_step_scratch, self._scratch).atexit = False
 
     def __call__(
-        self, message: StepMessage, turn: Turn | None, kv: torch.Tensor, draws: Sequence[Draw] = ()
+        self, message: StepMessage, turn: Turn | None, kv: PagedCache, draws: Sequence[Draw] = ()
     ) -> Drawn:
         header = header_of(message)
         num_logits = header.num_logit_rows
@@ -144,12 +148,16 @@ class NativeStep:
             self._model.collective.check()
         return Drawn(logits, ids.tolist(), hidden)
 
-    def _bind(self, turn: Turn | None, kv: torch.Tensor) -> None:
+    def _bind(self, turn: Turn | None, kv: PagedCache) -> None:
         """Has the next steps use these; mostly they are those of the step before."""
-        assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), (kv.dtype, kv.stride())
+        numbers = kv.numbers
+        assert numbers.dtype in (torch.bfloat16, torch.int8), numbers.dtype
         self._kv, self._turn, inputs = kv, turn, self._inputs
-        inputs.pool, inputs.num_blocks, inputs.block_size = kv.data_ptr(), kv.shape[0], kv.shape[4]
-        inputs.block_stride, inputs.head_stride, inputs.layer_stride = kv.stride()[:3]
+        inputs.pool, inputs.num_blocks, inputs.block_size = numbers.data_ptr(), kv.num_blocks, kv.block_size
+        inputs.is_int8 = kv.scales is not None
+        inputs.block_stride, inputs.head_stride, inputs.layer_stride, inputs.value_stride = numbers.stride()[
+            :4
+        ]
         if turn is None:
             inputs.cos, inputs.sin, inputs.num_positions, inputs.half = None, None, _ANY_POSITION, 0
             return

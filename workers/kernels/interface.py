@@ -18,6 +18,7 @@ import torch
 from workers.kernels.batch import StepBatch
 from workers.kernels.collective import SharedCollective
 from workers.kernels.draw import Draw
+from workers.kernels.paged_cache import LayerCache, PagedCache
 from workers.kernels.quantized import Quantization, QuantizedWeight
 from workers.kernels.step_message import StepMessage
 
@@ -75,7 +76,7 @@ class FusedStep(Protocol):
     """Runs a whole step in one call."""
 
     def __call__(
-        self, message: StepMessage, turn: Turn | None, kv: torch.Tensor, draws: Sequence[Draw] = ()
+        self, message: StepMessage, turn: Turn | None, kv: PagedCache, draws: Sequence[Draw] = ()
     ) -> Drawn:
         """turn: by position, at least up to the longest context, None: nothing turns; kv: the pool.
 
@@ -116,24 +117,22 @@ class Kernels(Protocol):
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         batch: StepBatch,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
         """Turns q and k by their position, stores k and v at `batch.slots`; returns q, turned.
 
         q (T, heads, d), k and v (T, kv_heads, d): views with a dense last axis, for instance of one QKV row;
         q may be changed in place (and is what comes back), k and v are only read. cos and sin are
         (T, rot / 2) float32, one row per token; the first rot <= d elements of a head turn in halves, as in
-        GPT-NeoX (Su et al. 2021); None: nothing turns. The caches are (num_blocks, kv_heads, block_size, d)
-        views of the pool with dense last two axes.
+        GPT-NeoX (Su et al. 2021); None: nothing turns. Into an int8 cache go the turned keys, as a cache of
+        this dtype would have them, and the values by `quantize_rows`.
         """
         ...
 
     def paged_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         batch: StepBatch,
         scale: float,
         sliding_window: int | None,
@@ -141,8 +140,9 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Causal attention of every row to its own sequence through the block table: (T, heads, d).
 
-        The keys and values of this step must have been written. heads is a multiple of kv_heads; query head
-        h reads kv head h // (heads / kv_heads). A row at position p sees positions max(0, p - window + 1)..p.
+        The keys and values of this step must have been written, and are read as the cache has them. heads is
+        a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A row at position p sees
+        positions max(0, p - window + 1)..p.
         soft_cap c: a score s becomes c tanh(s / c) (Gemma 2, 2024). With a window, blocks that end before the
         first position that a row sees, rounded down to a multiple of 64, may be anybody's and hold anything.
         """

@@ -40,11 +40,11 @@ class Library:
         self.rotary_and_write = entry(
             "rotary_and_write",
             *(FLAG, POINTER, SIZE, POINTER, SIZE, POINTER, SIZE),
-            *(POINTER, POINTER, *[SIZE] * 5, POINTER, POINTER, POINTER, *[SIZE] * 3, FLAG),
+            *(POINTER, POINTER, *[SIZE] * 5, POINTER, FLAG, POINTER, POINTER, *[SIZE] * 3, FLAG),
         )
         self.attention = entry(
             "attention",
-            *(FLAG, POINTER, SIZE, POINTER, POINTER, POINTER, *[SIZE] * 3),
+            *(FLAG, POINTER, SIZE, POINTER, FLAG, POINTER, POINTER, *[SIZE] * 3),
             *(POINTER, POINTER, POINTER, POINTER, *[SIZE] * 6, REAL, FLAG),
         )
         self.silu_mul = entry("silu_mul", FLAG, POINTER, SIZE, POINTER, SIZE, SIZE, FLAG)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels.arguments import check_batch, check_caches, check_turn
+from workers.kernels.arguments import check_batch, check_cache, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw, pack_draws
 from workers.kernels.fused import NativeStep, can_fuse
@@ -16,6 +16,7 @@ from workers.kernels.library import DTYPES, Library
 from workers.kernels.memory import HugeMemory
 from workers.kernels.packed import can_pack, dense_rows, pack
 from workers.kernels.packed_quantized import can_pack_quantized, pack_quantized
+from workers.kernels.paged_cache import LayerCache
 from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
 from workers.kernels.reference import TorchKernels
 
@@ -89,16 +90,16 @@ class CpuKernels:
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         batch: StepBatch,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
         assert q.dtype == k.dtype == v.dtype == self._dtype, (q.dtype, k.dtype, v.dtype, self._dtype)
         q, k, v = _heads(q), _heads(k), _heads(v)
         tokens, heads, dim = q.shape
-        check_caches(k_cache, v_cache, self._dtype)
+        check_cache(cache, self._dtype)
         check_batch(batch, tokens)
         check_turn(cos, sin, tokens, dim)
-        assert k.shape == v.shape == (tokens, k_cache.shape[1], k_cache.shape[3]), (k.shape, k_cache.shape)
+        keys, values = cache.keys, cache.values
+        assert k.shape == v.shape == (tokens, keys.shape[1], keys.shape[3]), (k.shape, keys.shape)
         if tokens == 0:
             return q
         half = 0
@@ -107,16 +108,16 @@ class CpuKernels:
         self._library.rotary_and_write(
             *(self._code, q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
             *(None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr(), half),
-            *(tokens, heads, k.shape[1], dim, batch.slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
-            *(k_cache.stride(0), k_cache.stride(1), k_cache.shape[2], torch.get_num_threads()),
+            *(tokens, heads, k.shape[1], dim, batch.slots.data_ptr()),
+            *(cache.is_quantized, keys.data_ptr(), values.data_ptr()),
+            *(keys.stride(0), keys.stride(1), cache.block_size, torch.get_num_threads()),
         )
         return q
 
     def paged_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         batch: StepBatch,
         scale: float,
         sliding_window: int | None,
@@ -124,31 +125,26 @@ class CpuKernels:
     ) -> torch.Tensor:
         assert q.dtype == self._dtype, (q.dtype, self._dtype)
         if soft_cap is not None:
-            return self._torch.paged_attention(q, k_cache, v_cache, batch, scale, sliding_window, soft_cap)
+            return self._torch.paged_attention(q, cache, batch, scale, sliding_window, soft_cap)
         q = _heads(q)
         tokens, heads, dim = q.shape
-        check_caches(k_cache, v_cache, self._dtype)
+        check_cache(cache, self._dtype)
         check_batch(batch, tokens)
-        assert dim == k_cache.shape[3] and heads % k_cache.shape[1] == 0, (q.shape, k_cache.shape)
+        keys, values = cache.keys, cache.values
+        assert dim == keys.shape[3] and heads % keys.shape[1] == 0, (q.shape, keys.shape)
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
         if tokens:
             self._library.attention(
-                *(
-                    self._code,
-                    q.data_ptr(),
-                    q.stride(0),
-                    out.data_ptr(),
-                    k_cache.data_ptr(),
-                    v_cache.data_ptr(),
-                ),
-                *(k_cache.stride(0), k_cache.stride(1), k_cache.shape[2]),
+                *(self._code, q.data_ptr(), q.stride(0), out.data_ptr()),
+                *(cache.is_quantized, keys.data_ptr(), values.data_ptr()),
+                *(keys.stride(0), keys.stride(1), cache.block_size),
                 *(
                     batch.query_starts.data_ptr(),
                     batch.context_lens.data_ptr(),
                     batch.block_tables.data_ptr(),
                     None if batch.parents is None else batch.parents.data_ptr(),
                 ),
-                *(batch.context_lens.shape[0], batch.block_tables.shape[1], heads, k_cache.shape[1], dim),
+                *(batch.context_lens.shape[0], batch.block_tables.shape[1], heads, keys.shape[1], dim),
                 *(sliding_window or 0, scale, torch.get_num_threads()),
             )
         return out

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import NOT_FINITE, Draw, draw_ids
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
+from workers.kernels.paged_cache import LayerCache, dequantize_rows, quantize_rows
 from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
 
 MAX_SCORES = 1 << 26  # elements of one padded score tensor; more sequences are taken in turn
@@ -55,26 +56,28 @@ class TorchKernels:
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         batch: StepBatch,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
         if cos is not None and sin is not None:
             q, k = rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
-        block_size = k_cache.shape[2]
         slots = batch.slots
         if bool((slots < 0).any()):  # padding
             is_real = slots >= 0
             slots, k, v = slots[is_real], k[is_real], v[is_real]
-        block, offset = slots // block_size, slots % block_size
-        k_cache[block, :, offset] = k.to(k_cache.dtype)
-        v_cache[block, :, offset] = v.to(v_cache.dtype)
+        block, offset = slots // cache.block_size, slots % cache.block_size
+        if cache.scales is not None:
+            key_scales, value_scales = cache.scales
+            cache.keys[block, :, offset], key_scales[block, :, offset] = quantize_rows(k)
+            cache.values[block, :, offset], value_scales[block, :, offset] = quantize_rows(v)
+        else:
+            cache.keys[block, :, offset] = k.to(cache.keys.dtype)
+            cache.values[block, :, offset] = v.to(cache.values.dtype)
         return q
 
     def paged_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         batch: StepBatch,
         scale: float,
         sliding_window: int | None,
@@ -88,14 +91,15 @@ class TorchKernels:
             rows, valid = _padded_rows(batch, query_lens, sequences)
             tables = batch.block_tables[sequences].long()
             queries = q[rows].float().transpose(1, 2)  # (s, heads, Q, d)
-            context = tables.shape[1] * k_cache.shape[2]
+            context = tables.shape[1] * cache.block_size
             mask = _visible(batch.positions[rows], context, sliding_window)
             if batch.parents is not None:
                 for place, sequence in enumerate(sequences):
                     seen = _visible_in_tree(batch, sequence, context, sliding_window)
                     mask[place, : len(seen)] = seen
             unseen = ~mask.any(1)
-            keys, values = _gather(k_cache, tables, unseen), _gather(v_cache, tables, unseen)
+            keys = _gather(cache.keys, cache.key_scales, tables, unseen)
+            values = _gather(cache.values, cache.value_scales, tables, unseen)
             mask = mask[:, None]
             group = queries.shape[1] // keys.shape[1]
             keys = keys.repeat_interleave(group, dim=1)
@@ -182,13 +186,16 @@ def _padded_rows(
     return rows.long(), valid
 
 
-def _gather(cache: torch.Tensor, tables: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
+def _gather(
+    rows: torch.Tensor, scales: torch.Tensor | None, tables: torch.Tensor, unseen: torch.Tensor
+) -> torch.Tensor:
     """Pages of the block tables (s, W) as (s, kv_heads, W * block_size, d), float32; zero where no row of the
     sequence sees them: unseen (s, W * block_size).
 
     What another sequence left there may be NaN or infinite, which a probability of 0 would not cancel.
     """
-    pages = cache[tables].float().transpose(1, 2).flatten(2, 3)
+    read = rows[tables].float() if scales is None else dequantize_rows(rows[tables], scales[tables])
+    pages = read.transpose(1, 2).flatten(2, 3)
     return pages.masked_fill_(unseen[:, None, :, None], 0.0)
 
 

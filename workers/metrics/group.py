@@ -16,7 +16,15 @@ GROUP_LABELS = ("model", "group", "role")
 
 UP = gauge("engine_up", "1 when the group answers with tokens")
 EPOCH = gauge("engine_epoch", "Starts of the group's ranks")
-INFO = gauge("engine_info", "1; what the group is", "dtype", "tensor_parallel", "block_size", "max_model_len")
+INFO = gauge(
+    "engine_info",
+    "1; what the group is",
+    "dtype",
+    "kv_dtype",
+    "tensor_parallel",
+    "block_size",
+    "max_model_len",
+)
 
 # Load, and how long steps take.
 RUNNING = gauge("engine_running", "Requests in the engine with blocks")
@@ -137,7 +145,7 @@ def group_levels(group: GroupSight) -> Iterator[Series]:
     yield EPOCH.name, "", group.epoch
     info, report, usage = group.info, group.report, group.report.usage
     if info is not None:
-        own = f"{info.dtype} {info.tensor_parallel} {info.block_size} {info.max_model_len}"
+        own = f"{info.dtype} {info.kv_dtype} {info.tensor_parallel} {info.block_size} {info.max_model_len}"
         yield INFO.name, own, 1
         yield KV_BLOCK_BYTES.name, "", info.kv_bytes_per_block
     for spec, label, value in _LEVELS:

@@ -17,6 +17,8 @@ from workers.kernels import (
     Draw,
     Drawn,
     Kernels,
+    LayerCache,
+    PagedCache,
     Quantization,
     StepBatch,
     StepMessage,
@@ -78,14 +80,14 @@ class Decoder:
         """The token of each column of the logits; None: all tokens, in order."""
         return self._weights.head_ids
 
-    def forward(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw] = ()) -> Drawn | None:
+    def forward(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw] = ()) -> Drawn | None:
         """Computes the rows of a step, writes their keys and values; on rank 0 returns logits and drawn ids.
 
-        kv: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim). draws: one a logit row, or
-        none; as `Kernels.draw` with `only_finite`; other ranks have none. Raises ValueError for a message
-        that is damaged or has an index outside of pool or vocabulary.
+        kv: the pool of this rank. draws: one a logit row, or none; as `Kernels.draw` with `only_finite`;
+        other ranks have none. Raises ValueError for a message that is damaged or has an index outside of
+        pool or vocabulary.
         """
-        longest, room = header_of(message).longest_context, kv.shape[0] * kv.shape[4]
+        longest, room = header_of(message).longest_context, kv.num_blocks * kv.block_size
         if not 0 <= longest <= room:  # the table of positions grows with it, whatever the checkpoint allows
             raise ValueError(f"a step with a context of {longest} tokens, in a pool for {room}")
         drawn = self._compute(message, kv, draws)
@@ -93,7 +95,7 @@ class Decoder:
             self.meet(kv.device)
         return drawn
 
-    def _compute(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw]) -> Drawn | None:
+    def _compute(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw]) -> Drawn | None:
         if self._fused is not None:
             rotaries = self._weights.rotaries  # one at most
             turn = rotaries[0].table(header_of(message).longest_context) if rotaries else None
@@ -104,8 +106,8 @@ class Decoder:
                 return self.draw(self._weights.head.gather(found.logits), found.hidden, draws)
         batch = build_batch(
             unpack(message),
-            block_size=kv.shape[4],
-            num_blocks=kv.shape[0],
+            block_size=kv.block_size,
+            num_blocks=kv.num_blocks,
             vocab_size=self.spec.vocab_size,
             device=kv.device,
         )
@@ -129,9 +131,7 @@ class Decoder:
             self._parallel.all_reduce(torch.zeros(1, device=device)).item()
 
     @torch.inference_mode()
-    def run_batch(
-        self, batch: StepBatch, kv: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def run_batch(self, batch: StepBatch, kv: PagedCache) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The step operator by operator, whatever the batch says: logits, and what the head was given.
 
         Logits are None on all ranks but the first. Waits for nothing, where the kernels do not.
@@ -139,12 +139,11 @@ class Decoder:
         weights, rows = self._weights, batch.logit_rows
         residual = self._embed(batch)  # (T, hidden)
         turns = [rotary.rows(batch) for rotary in weights.rotaries]
-        keys, values = kv[:, :, :, 0].unbind(2), kv[:, :, :, 1].unbind(2)
         normed = weights.layers[0].attention_norm(residual)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             turn = None if layer.rotary is None else turns[layer.rotary]
-            attended = self._attend(layer, normed, turn, batch, (keys[index], values[index]))
+            attended = self._attend(layer, normed, turn, batch, kv.layers[index])
             if index == last:
                 if rows.shape[0] == 0:
                     return self._no_logits(residual), None
@@ -166,7 +165,7 @@ class Decoder:
         normed: torch.Tensor,
         turn: Turn | None,
         batch: StepBatch,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: LayerCache,
     ) -> torch.Tensor:
         """normed (T, hidden) -> (T, q heads * head_dim) of this rank."""
         rows, head_dim = normed.shape[0], self.spec.head_dim
@@ -176,9 +175,9 @@ class Decoder:
         if layer.query_key_norm is not None:
             q, k = layer.query_key_norm(q, k)
         cos, sin = turn or (None, None)
-        q = self.kernels.rotary_and_write(q, k, v, cos, sin, batch, *cache)
+        q = self.kernels.rotary_and_write(q, k, v, cos, sin, batch, cache)
         attended = self.kernels.paged_attention(
-            q, *cache, batch, layer.scale, layer.sliding_window, self.spec.attention_soft_cap
+            q, cache, batch, layer.scale, layer.sliding_window, self.spec.attention_soft_cap
         )
         return attended.reshape(rows, heads * head_dim)
 

@@ -168,6 +168,7 @@ class LeaderHost:
             model=model.name or os.path.basename(os.path.normpath(model.path)),
             model_hash=facts.model_hash,
             dtype=facts.dtype,
+            kv_dtype=facts.kv_dtype,
             tensor_parallel=facts.tensor_parallel,
             vocab_size=facts.limits.vocab_size,
             max_model_len=facts.limits.max_model_len,

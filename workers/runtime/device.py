@@ -10,6 +10,7 @@ import torch
 
 from workers.config import ParallelConfig
 from workers.kernels import Quantization
+from workers.kv_format import INT8
 from workers.runtime.errors import RankConfigError
 
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -33,6 +34,13 @@ def choose_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise RankConfigError(f"model.dtype {name!r}: must be one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def choose_kv_dtype(name: str, model: torch.dtype) -> torch.dtype:
+    """Of keys and values in the pool."""
+    if name not in ("auto", INT8):
+        raise RankConfigError(f"cache.dtype {name!r}: must be auto or {INT8}")
+    return torch.int8 if name == INT8 else model
 
 
 def choose_quantization(name: str) -> Quantization:

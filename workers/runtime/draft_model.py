@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-import torch
-
 from workers.engine.proposals import DraftTask, Pass, Proposals
-from workers.kernels import NOT_FINITE, StepMessage, pack_step
+from workers.kernels import NOT_FINITE, PagedCache, StepMessage, pack_step
 from workers.model.decoder import Decoder
 from workers.runtime.sampler import BEST
 
@@ -20,9 +18,8 @@ from workers.runtime.sampler import BEST
 class DraftRunner:
     """Implements `workers.engine.proposals.DraftModel`."""
 
-    def __init__(self, decoder: Decoder, pool: torch.Tensor) -> None:
-        """pool: (num_blocks, kv heads, layers, 2, block_size, head_dim), block by block beside the served
-        model's."""
+    def __init__(self, decoder: Decoder, pool: PagedCache) -> None:
+        """pool: block by block beside the served model's."""
         self._decoder = decoder
         self._pool = pool
         self._ids = decoder.head_ids
@@ -67,7 +64,7 @@ class DraftRunner:
     ) -> StepMessage:
         """One pass. rows: of each task, where its tokens begin, and the tokens; asked: the tasks that have a
         token guessed after their last one."""
-        block_size = self._pool.shape[4]
+        block_size = self._pool.block_size
         counts: list[int] = []
         token_ids: list[int] = []
         blocks: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workers.config import CacheConfig, ScheduleConfig
+from workers.kv_format import row_bytes
 from workers.model.architecture import ModelSpec
 from workers.runtime.errors import PoolTooSmall
 
@@ -13,9 +14,9 @@ _USEFUL_FACTOR = 4
 _USEFUL_BLOCKS = 4096
 
 
-def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, element_bytes: int) -> int:
-    """Size of one block with that many KV heads."""
-    return num_kv_heads * spec.num_layers * 2 * block_size * spec.head_dim * element_bytes
+def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, dtype: str) -> int:
+    """Size of one block with that many KV heads, of keys and values in the format `dtype`."""
+    return num_kv_heads * spec.num_layers * 2 * block_size * row_bytes(spec.head_dim, dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ JOIN_TIMEOUT_S = 120.0  # for all processes of a group to be there
 LOAD_TIMEOUT_S = 1800.0  # for all ranks to have read their weights
 _LAST_WORDS_S = 1.0
 
-# From facts, KV pool and link to rank 0 of a rank above 0.
+# From facts, memory of the KV pool and link to rank 0 of a rank above 0.
 Prepare = Callable[[RankFacts, torch.Tensor, FollowerLink], Facts]
 
 __all__ = ["EXIT_CODE", "Follower", "Leader", "Prepare", "RankFacts", "Rendezvous", "exit_process"]
@@ -128,9 +128,9 @@ class Leader:
 
     @property
     def pool(self) -> torch.Tensor:
-        """This rank's KV pool; valid as `executor`."""
+        """Memory of this rank's KV pool, (num_blocks, block_bytes) uint8; valid as `executor`."""
         assert self._runner is not None, "load() first"
-        return self._runner.pool
+        return self._runner.pool.memory
 
     @property
     def link(self) -> LeaderLink | None:
@@ -300,7 +300,7 @@ class Follower:
         measured = memory_facts(model.measure_blocks(decoder, num_here))
         num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
         self._runner = model.runner(decoder, num_blocks)
-        prepared = prepare(model.facts(num_blocks), self._runner.pool, link)
+        prepared = prepare(model.facts(num_blocks), self._runner.pool.memory, link)
         link.agree(prepared, timeout_s=LOAD_TIMEOUT_S)
 
 

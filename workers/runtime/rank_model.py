@@ -11,7 +11,8 @@ from workers.config import GroupConfig
 from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, MODEL_METHODS
 from workers.engine.meter import MeteredModel
 from workers.engine.request import EngineLimits
-from workers.kernels import Quantization, TorchKernels
+from workers.kernels import CacheForm, PagedCache, Quantization, TorchKernels
+from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
 from workers.model.medusa import load_heads
@@ -20,7 +21,13 @@ from workers.model.parallel import TensorParallel
 from workers.model.spec import check_tensor_parallel
 from workers.runtime.agreement import code_digest, identity_facts
 from workers.runtime.ceilings import measure_ceilings, of_group
-from workers.runtime.device import choose_device, choose_dtype, choose_quantization, set_threads
+from workers.runtime.device import (
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_quantization,
+    set_threads,
+)
 from workers.runtime.draft_model import DraftRunner
 from workers.runtime.errors import RankConfigError
 from workers.runtime.graphs.buckets import Buckets
@@ -31,7 +38,7 @@ from workers.runtime.handshake import Facts
 from workers.runtime.kv_pool import allocate_pool, free_bytes
 from workers.runtime.medusa import MedusaRunner
 from workers.runtime.model_work import WeightForms, model_work
-from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
+from workers.runtime.pool_size import FreeMemory, num_blocks_for
 from workers.runtime.runner import ModelRunner
 
 _log = logging.getLogger(__name__)
@@ -45,6 +52,7 @@ class RankFacts:
     code: str  # digest of the engine's source
     limits: EngineLimits
     dtype: str
+    kv_dtype: str  # of keys and values in the pool
     device: str  # cpu or cuda
     tensor_parallel: int
     block_size: int
@@ -65,16 +73,20 @@ class RankModel:
         self._size = config.parallel.tensor_parallel
         self.device = choose_device(config.parallel, rank)
         self._dtype = choose_dtype(config.model.dtype)
+        self._kv_dtype = choose_kv_dtype(config.cache.dtype, self._dtype)
         setting = choose_quantization(config.model.quantization)
         self._checkpoint = Checkpoint(config.model.path)
         self._quantization = Quantization(self._checkpoint.quantization(setting.value))
         check_tensor_parallel(self._checkpoint.spec, self._size)
         self._draft: Checkpoint | None = None
+        self._draft_form: CacheForm | None = None
         self._draft_decoder: Decoder | None = None
         self._heads: MedusaFolder | None = None
         if rank == 0:
             self._open_folder_of_guesses()
         self._max_model_len = self._checked_max_model_len()
+        # Of all ranks.
+        self._cache_forms = [self._form(self._checkpoint.spec, each) for each in range(self._size)]
         self._buckets: Buckets | None = None  # of CUDA graphs; None: there will be none
 
     def identity(self) -> Facts:
@@ -82,6 +94,7 @@ class RankModel:
         return identity_facts(
             content_hash=self._checkpoint.content_hash(),
             dtype=self._dtype,
+            kv_dtype=self._kv_dtype,
             quantization=self._quantization,
             block_size=self._config.cache.block_size,
             tensor_parallel=self._size,
@@ -119,7 +132,8 @@ class RankModel:
         return num_blocks_for(
             self._config.cache,
             self._config.schedule,
-            block_bytes=self._block_bytes(self._rank) + self._draft_block_bytes(),
+            block_bytes=self._cache_forms[self._rank].block_bytes
+            + (0 if self._draft_form is None else self._draft_form.block_bytes),
             max_model_len=self._max_model_len,
             free=free,
         )
@@ -146,17 +160,9 @@ class RankModel:
 
     def draft_model(self, num_blocks: int) -> DraftRunner | None:
         """Allocates its pool; None where there is none."""
-        if self._draft is None or self._draft_decoder is None:
+        if self._draft_form is None or self._draft_decoder is None:
             return None
-        pool = allocate_pool(
-            self._draft.spec,
-            num_blocks=num_blocks,
-            num_kv_heads=self._draft.spec.num_kv_heads,
-            block_size=self._config.cache.block_size,
-            dtype=self._dtype,
-            device=self.device,
-        )
-        return DraftRunner(self._draft_decoder, pool)
+        return DraftRunner(self._draft_decoder, allocate_pool(num_blocks, self._draft_form, self.device))
 
     def metered(self, ranks_on_machine: int) -> MeteredModel:
         """What counts in a step, and the ceilings of the group's machines, of which this one is measured; for
@@ -164,7 +170,7 @@ class RankModel:
         spec, is_host = self._checkpoint.spec, self.device.type == "cpu"
         num_threads = torch.get_num_threads() * (ranks_on_machine if is_host else 1)
         one = measure_ceilings(self.device, self._dtype, num_threads)
-        kv_bytes = sum(self._block_bytes(rank) for rank in range(self._size)) // self._config.cache.block_size
+        kv_bytes = self._kv_bytes_per_block() // self._config.cache.block_size
         return MeteredModel(
             work=model_work(spec, self._dtype, self._forms(), kv_bytes_per_token=kv_bytes),
             ceilings=of_group(one, self._size / ranks_on_machine if is_host else self._size),
@@ -183,11 +189,12 @@ class RankModel:
                 window=spec.longest_window,
             ),
             dtype=str(self._dtype).removeprefix("torch."),
+            kv_dtype=str(self._kv_dtype).removeprefix("torch."),
             device=self.device.type,
             tensor_parallel=self._size,
             block_size=self._config.cache.block_size,
             num_blocks=num_blocks,
-            kv_bytes_per_block=sum(self._block_bytes(rank) for rank in range(self._size)),
+            kv_bytes_per_block=self._kv_bytes_per_block(),
             num_kv_heads=spec.num_kv_heads,
             num_layers=spec.num_layers,
             head_dim=spec.head_dim,
@@ -210,6 +217,7 @@ class RankModel:
             raise RankConfigError(f"speculative.model is empty: the method {method} needs a folder")
         if method == DRAFT_MODEL:
             self._draft = Checkpoint(folder, self._checkpoint)
+            self._draft_form = self._form(self._draft.spec)
         elif method == MEDUSA:
             self._heads = MedusaFolder(folder, self._checkpoint)
 
@@ -232,22 +240,12 @@ class RankModel:
         """Most sequences that decode in a step."""
         return min(self._config.schedule.max_running, self._config.schedule.max_step_tokens)
 
-    def _pool(self, num_blocks: int) -> torch.Tensor:
-        return allocate_pool(
-            self._checkpoint.spec,
-            num_blocks=num_blocks,
-            num_kv_heads=self._num_kv_heads(self._rank),
-            block_size=self._config.cache.block_size,
-            dtype=self._dtype,
-            device=self.device,
-        )
+    def _pool(self, num_blocks: int) -> PagedCache:
+        return allocate_pool(num_blocks, self._cache_forms[self._rank], self.device)
 
-    def _draft_block_bytes(self) -> int:
-        """That a block takes in the draft model's pool."""
-        if self._draft is None:
-            return 0
-        spec = self._draft.spec
-        return bytes_per_block(spec, spec.num_kv_heads, self._config.cache.block_size, self._dtype.itemsize)
+    def _kv_bytes_per_block(self) -> int:
+        """Over all ranks."""
+        return sum(form.block_bytes for form in self._cache_forms)
 
     def _forms(self) -> WeightForms:
         """What most of the weights are held in."""
@@ -258,9 +256,18 @@ class RankModel:
             return WeightForms(Quantization.NONE, Quantization.NONE)
         return WeightForms(Quantization(kept.layers), Quantization(kept.head))
 
-    def _num_kv_heads(self, rank: int) -> int:
-        return len(self._checkpoint.spec.kv_heads_of_rank(rank, self._size))
-
-    def _block_bytes(self, rank: int) -> int:
-        spec, block_size = self._checkpoint.spec, self._config.cache.block_size
-        return bytes_per_block(spec, self._num_kv_heads(rank), block_size, self._dtype.itemsize)
+    def _form(self, spec: ModelSpec, rank: int | None = None) -> CacheForm:
+        """Of a rank's pool of this model; None: of all its heads. Raises RankConfigError for pages that have
+        no int8 form."""
+        try:
+            return CacheForm(
+                num_kv_heads=spec.num_kv_heads
+                if rank is None
+                else len(spec.kv_heads_of_rank(rank, self._size)),
+                num_layers=spec.num_layers,
+                block_size=self._config.cache.block_size,
+                head_dim=spec.head_dim,
+                dtype=self._kv_dtype,
+            )
+        except ValueError as error:
+            raise RankConfigError(str(error)) from error

@@ -12,6 +12,7 @@ from workers.kernels import (
     Drawn,
     Ints,
     Kernels,
+    PagedCache,
     StepArrays,
     StepMessage,
     check_range,
@@ -26,7 +27,7 @@ class StepDecoder(Protocol):
     @property
     def kernels(self) -> Kernels: ...
 
-    def forward(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw] = ()) -> Drawn | None: ...
+    def forward(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw] = ()) -> Drawn | None: ...
 
     def meet(self, device: torch.device) -> None: ...
 
@@ -34,18 +35,17 @@ class StepDecoder(Protocol):
 class ModelRunner:
     """Owns decoder and pool of this rank. All ranks of a group run the same messages in the same order."""
 
-    def __init__(self, decoder: StepDecoder, pool: torch.Tensor) -> None:
-        """pool: (num_blocks, kv heads of this rank, layers, 2, block_size, head_dim)."""
+    def __init__(self, decoder: StepDecoder, pool: PagedCache) -> None:
         self._decoder = decoder
         self._pool = pool
 
     @property
     def num_blocks(self) -> int:
-        return self._pool.shape[0]
+        return self._pool.num_blocks
 
     @property
     def block_size(self) -> int:
-        return self._pool.shape[4]
+        return self._pool.block_size
 
     @property
     def kernels(self) -> Kernels:
@@ -53,7 +53,7 @@ class ModelRunner:
         return self._decoder.kernels
 
     @property
-    def pool(self) -> torch.Tensor:
+    def pool(self) -> PagedCache:
         """The pool itself, not a copy: transfers read and write blocks that no step is using."""
         return self._pool
 
@@ -68,23 +68,19 @@ class ModelRunner:
         return self._decoder.forward(message, self._pool, draws)
 
     def _prepare_blocks(self, arrays: StepArrays) -> None:
+        memory = self._pool.memory
         if len(arrays.zero_blocks):
             check_range("block to zero", arrays.zero_blocks, self.num_blocks)
-            self._pool[self._indices(arrays.zero_blocks)] = 0
+            memory[self._indices(arrays.zero_blocks)] = 0
         if len(arrays.copy_sources):
             check_range("block to copy", arrays.copy_sources, self.num_blocks)
             check_range("block to copy to", arrays.copy_targets, self.num_blocks)
-            self._pool[self._indices(arrays.copy_targets)] = self._pool[self._indices(arrays.copy_sources)]
+            memory[self._indices(arrays.copy_targets)] = memory[self._indices(arrays.copy_sources)]
 
         if len(arrays.move_sources):
             check_range("slot to move", arrays.move_sources, self.num_blocks * self.block_size)
             check_range("slot to move to", arrays.move_targets, self.num_blocks * self.block_size)
-            self._pool[self._places(arrays.move_targets)] = self._pool[self._places(arrays.move_sources)]
+            self._pool.move_rows(self._indices(arrays.move_sources), self._indices(arrays.move_targets))
 
-    def _places(self, slots: Ints) -> tuple[torch.Tensor | slice, ...]:
-        """As an index of the pool: keys and values of these slots, of all heads and layers."""
-        at, everything = self._indices(slots), slice(None)
-        return (at // self.block_size, everything, everything, everything, at % self.block_size)
-
-    def _indices(self, blocks: Ints) -> torch.Tensor:
-        return torch.tensor(blocks.tolist(), device=self._pool.device)
+    def _indices(self, places: Ints) -> torch.Tensor:
+        return torch.tensor(places.tolist(), device=self._pool.device)

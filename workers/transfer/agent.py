@@ -51,7 +51,7 @@ class Agent:
     ) -> None:
         """Listens on a free port of `host` and begins to serve.
 
-        pool: (num_blocks, kv heads of the rank, layers, 2, block_size, head_dim). generations: of rank 0, as
+        pool: (num_blocks, block_bytes) uint8, contiguous. generations: of rank 0, as
         `transport` says; None for the others. Raises ValueError when these do not fit each other.
         """
         self._pool = PoolBytes(pool)

@@ -1,7 +1,8 @@
 """How a KV block lies in memory, whether two groups' blocks fit each other, and which bytes a rank reads.
 
-A block of one rank is (kv heads of the rank, layers, 2, block_size, head_dim): heads are outermost, so what
-one rank wants of another one's block is a contiguous run of whole heads, whatever the two group sizes are.
+A block of one rank has a page for every (KV head of the rank, layer, K or V), as
+`workers.kernels.paged_cache` says: heads are outermost, so what one rank wants of another one's block is a
+contiguous run of whole heads, whatever the two group sizes are.
 Nothing here touches memory.
 """
 
@@ -10,10 +11,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
+from workers.kv_format import NUMBER_BYTES, row_bytes
 from workers.model.architecture import kv_heads_of_rank
 
 LAYOUT_VERSION: Final = 1  # of the order of dimensions in a block
-_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2}
+_DTYPES: Final = ("float32", "bfloat16")
 # A layout comes from another process: what is far beyond any model is refused before it sizes anything.
 _LIMITS: Final = {
     "block_size": 4096,
@@ -44,7 +46,8 @@ class KVLayout:
 
     model_hash: str  # of checkpoint and weight format: another one has other keys and values
     code: str  # digest of the engine's source: another one may round differently
-    dtype: str
+    dtype: str  # of the model, which decides how keys and values are rounded before they are stored
+    kv_dtype: str  # in which they are stored
     block_size: int  # tokens
     num_kv_heads: int  # of the model, not of a rank
     num_layers: int
@@ -58,8 +61,9 @@ class KVLayout:
             value = getattr(self, name)
             if not 1 <= value <= limit:
                 raise ValueError(f"KV layout: {name} {value} is not between 1 and {limit}")
-        if self.dtype not in _ITEM_BYTES:
-            raise ValueError(f"KV layout: dtype {self.dtype[:40]!r} is none of {', '.join(_ITEM_BYTES)}")
+        for name, dtype, known in (("dtype", self.dtype, _DTYPES), ("kv_dtype", self.kv_dtype, NUMBER_BYTES)):
+            if dtype not in known:
+                raise ValueError(f"KV layout: {name} {dtype[:40]!r} is none of {', '.join(known)}")
         for text in (self.model_hash, self.code):
             if len(text) > _MAX_TEXT:
                 raise ValueError(f"KV layout: a text of {len(text)} characters, the limit is {_MAX_TEXT}")
@@ -67,7 +71,7 @@ class KVLayout:
     @property
     def head_bytes(self) -> int:
         """Of one KV head over all layers in one block."""
-        return self.num_layers * 2 * self.block_size * self.head_dim * _ITEM_BYTES[self.dtype]
+        return self.num_layers * 2 * self.block_size * row_bytes(self.head_dim, self.kv_dtype)
 
     def heads_of(self, rank: int) -> range:
         """KV heads that a rank holds, by the rule that loads the weights."""

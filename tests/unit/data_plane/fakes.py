@@ -80,6 +80,7 @@ def info(name: str = "g1", epoch: int = 1, num_blocks: int = 1000) -> GroupInfo:
         model="tiny",
         model_hash="00",
         dtype="float32",
+        kv_dtype="float32",
         tensor_parallel=1,
         vocab_size=100_000,
         max_model_len=4096,

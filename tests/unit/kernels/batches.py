@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels import StepBatch, StepMessage, build_batch, pack_step, unpack
+from workers.kernels import CacheForm, PagedCache, StepBatch, StepMessage, build_batch, pack_step, unpack
+from workers.kernels.paged_cache import quantize_rows
 
 
 def make_message(
@@ -59,7 +60,22 @@ def make_batch(
 
 def make_pool(
     num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """A pool of three layers full of noise: (num_blocks, kv_heads, 3, 2, block_size, head_dim)."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(num_blocks, kv_heads, 3, 2, block_size, head_dim, generator=generator).to(dtype)
+) -> PagedCache:
+    """A pool of three layers full of noise, seeded; dtype: of the numbers in it, or int8."""
+    form = CacheForm(
+        num_kv_heads=kv_heads, num_layers=3, block_size=block_size, head_dim=head_dim, dtype=dtype
+    )
+    pool = PagedCache.zeros(num_blocks, form)
+    fill(pool, torch.Generator().manual_seed(1))
+    return pool
+
+
+def fill(pool: PagedCache, generator: torch.Generator) -> None:
+    """With normal numbers."""
+    noise = torch.randn(pool.numbers.shape, generator=generator)
+    if pool.scales is None:
+        pool.numbers.copy_(noise)
+    else:
+        codes, scales = quantize_rows(noise)
+        pool.numbers.copy_(codes)
+        pool.scales.copy_(scales)

@@ -10,14 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.kernels.batches import batch_of, make_message
+from tests.unit.kernels.batches import batch_of, fill, make_message
 from tests.unit.kernels.builds import PACKED, build
 from workers.kernels import (
     NOT_FINITE,
+    CacheForm,
     Draw,
     FusedStep,
     Kernels,
     PackedLinear,
+    PagedCache,
     Quantization,
     StepLayer,
     StepMessage,
@@ -89,6 +91,19 @@ def step_of(mix: list[tuple[int, int]], logit_rows: list[int]) -> StepMessage:
     return make_message(mix, BLOCK_SIZE, NUM_BLOCKS, logit_rows=logit_rows, vocab_size=VOCAB)
 
 
+def empty(dim: int = DIM, dtype: torch.dtype = torch.bfloat16) -> PagedCache:
+    form = CacheForm(
+        num_kv_heads=KV_HEADS, num_layers=LAYERS, block_size=BLOCK_SIZE, head_dim=dim, dtype=dtype
+    )
+    return PagedCache.zeros(NUM_BLOCKS, form)
+
+
+def noise(dim: int = DIM, dtype: torch.dtype = torch.bfloat16) -> PagedCache:
+    kv = empty(dim, dtype)
+    fill(kv, torch.default_generator)
+    return kv
+
+
 def turn_of(width: int, num_positions: int = 200) -> Turn:
     angles = torch.rand(num_positions, width // 2) * 6
     return angles.cos(), angles.sin()
@@ -99,7 +114,7 @@ def one_by_one(
     model: StepModel,
     message: StepMessage,
     turn: Turn | None,
-    kv: torch.Tensor,
+    kv: PagedCache,
 ) -> torch.Tensor:
     eps, batch = model.norm_eps, batch_of(message, BLOCK_SIZE, NUM_BLOCKS, VOCAB)
     cos, sin = (None, None) if turn is None else (each[batch.positions] for each in turn)
@@ -110,13 +125,12 @@ def one_by_one(
         model.collective.all_reduce(residual)
     normed = kernels.rms_norm(residual, model.layers[0].attention_norm, eps)
     for index, layer in enumerate(model.layers):
-        caches = kv[:, :, index, 0], kv[:, :, index, 1]
         qkv = layer.qkv(normed).view(-1, HEADS + 2 * KV_HEADS, model.head_dim)
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = kernels.rms_norm(q, layer.query_norm, eps), kernels.rms_norm(k, layer.key_norm, eps)
-        q = kernels.rotary_and_write(q, k, v, cos, sin, batch, *caches)
-        attended = kernels.paged_attention(q, *caches, batch, layer.scale, layer.sliding_window)
+        q = kernels.rotary_and_write(q, k, v, cos, sin, batch, kv.layers[index])
+        attended = kernels.paged_attention(q, kv.layers[index], batch, layer.scale, layer.sliding_window)
         mixed = layer.output(attended.flatten(1))
         if model.collective is not None:
             model.collective.all_reduce(mixed)
@@ -155,11 +169,11 @@ def test_equal_bits(
     assert step is not None
     message = step_of(mix, logit_rows)
     turn = None if rotary is None else turn_of(rotary)
-    kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    kv = noise()
     kv_fused = kv.clone()
     wanted = one_by_one(kernels, model, message, turn, kv)
     assert torch.equal(step(message, turn, kv_fused).logits, wanted)
-    assert torch.equal(kv_fused, kv)
+    assert torch.equal(kv_fused.memory, kv.memory)
     assert wanted.shape == (len(logit_rows), VOCAB) and wanted.dtype == torch.float32
     assert torch.equal(step(message, turn, kv_fused).logits, wanted)  # buffers are used again
 
@@ -171,7 +185,7 @@ def test_heads_may_be_wider_than_all_else(kernels: Kernels) -> None:
     step = kernels.fuse(model)
     assert step is not None
     message = step_of([(0, 3), (9, 1)], [2, 3])
-    kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, dim).bfloat16()
+    kv = noise(dim)
     wanted = one_by_one(kernels, model, message, None, kv.clone())
     assert torch.equal(step(message, None, kv).logits, wanted)
 
@@ -193,11 +207,32 @@ def test_equal_bits_quantized(
     step = kernels.fuse(model)
     assert step is not None
     message, turn = step_of(mix, logit_rows), turn_of(DIM)
-    kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    kv = noise()
     kv_fused = kv.clone()
     wanted = one_by_one(kernels, model, message, turn, kv)
     assert torch.equal(step(message, turn, kv_fused).logits, wanted)
-    assert torch.equal(kv_fused, kv)
+    assert torch.equal(kv_fused.memory, kv.memory)
+
+
+@pytest.mark.parametrize("dim", [DIM, 64, 22])
+@pytest.mark.parametrize(
+    ("mix", "logit_rows"),
+    [([(70, 1), (3, 1), (64, 1)], [0, 1, 2]), ([(0, 120), (9, 1)], [119, 120]), ([], [])],
+)
+def test_equal_bits_over_int8_pages(
+    kernels: Kernels, mix: list[tuple[int, int]], logit_rows: list[int], dim: int
+) -> None:
+    model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, dim=dim)
+    step = kernels.fuse(model)
+    assert step is not None
+    message, turn = step_of(mix, logit_rows), turn_of(dim - 2)
+    kv = noise(dim, torch.int8)
+    kv_fused, other = kv.clone(), noise(dim)
+    wanted = one_by_one(kernels, model, message, turn, kv)
+    assert torch.equal(step(message, turn, kv_fused).logits, wanted)
+    assert torch.equal(kv_fused.memory, kv.memory)
+    step(message, turn, other)  # the form is that of the pool it is given
+    assert torch.equal(step(message, turn, kv_fused).logits, wanted)
 
 
 @pytest.mark.parametrize("quantization", FORMS, ids=str)
@@ -209,8 +244,8 @@ def test_two_threads_give_the_bits_of_one(kernels: Kernels, quantization: Quanti
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
-        found.append((step(message, turn, kv).logits.clone(), kv))
+        kv = empty()
+        found.append((step(message, turn, kv).logits.clone(), kv.memory))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
@@ -218,7 +253,7 @@ def test_two_threads_give_the_bits_of_one(kernels: Kernels, quantization: Quanti
 def test_logits_of_one_step_after_another(kernels: Kernels, rows: list[int]) -> None:
     step = kernels.fuse(make_model(kernels, torch.bfloat16, bias=True, head_norm=True))
     assert step is not None
-    kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    kv = empty()
     everything = step_of([(0, 8)], list(range(8)))
     some = step_of([(0, 8)], rows)
     wanted = step(everything, None, kv).logits.clone()
@@ -237,7 +272,7 @@ def test_ids_are_drawn_as_from_the_logits(kernels: Kernels, threads: int) -> Non
         for temperature, top_k, uniform in ((0.0, 0, 0.0), (1.0, 0, 0.3), (0.7, 9, 0.9), (2.0, 0, 0.5))
     ]
     message = step_of([(70, 1), (3, 2), (64, 1)], [0, 1, 2, 3])
-    kv = torch.randn(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    kv = noise()
     for _ in range(2):
         logits, ids, _ = step(message, None, kv, draws)
         assert ids == kernels.draw(logits, draws) and len(set(ids)) > 1
@@ -251,7 +286,7 @@ def test_two_models_step_at_the_same_time(kernels: Kernels) -> None:
     torch.set_num_threads(2)
     model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True)
     message = step_of([(0, 20), (9, 1)], [19, 20])
-    kv = torch.randn(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
+    kv = noise()
 
     def steps(step: FusedStep) -> list[torch.Tensor]:
         torch.set_num_threads(2)
@@ -280,7 +315,7 @@ def test_ranks_add_up_inside_the_step(kernels: Kernels, threads: int) -> None:
         for rank in range(size)
     ]
     message = step_of([(0, 120), (9, 1)], [119, 120])
-    kv = torch.zeros(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
+    kv = empty()
 
     def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.set_num_threads(threads)
@@ -304,7 +339,7 @@ def test_a_step_whose_peer_does_not_come_has_no_result(kernels: Kernels) -> None
         replace(make_model(kernels, torch.bfloat16, bias=False, head_norm=False), collective=alone)
     )
     assert step is not None
-    kv = torch.zeros(60, KV_HEADS, LAYERS, 2, 8, DIM).bfloat16()
+    kv = empty()
     with pytest.raises(CollectiveFailed, match=r"rank 1 did not come to a collective within 0.2 s"):
         step(step_of([(0, 1)], [0]), None, kv)
 
@@ -334,14 +369,14 @@ def test_a_bad_message_is_refused_before_anything_is_computed(
     good = step_of([(69, 1), (3, 1)], [0, 1])
     values = array("i", good)
     values[place] = value
-    kv = torch.zeros(NUM_BLOCKS, KV_HEADS, LAYERS, 2, BLOCK_SIZE, DIM).bfloat16()
+    kv = empty()
     with pytest.raises(ValueError, match=says):
         step(StepMessage(values.tobytes()), None, kv)
     with pytest.raises(ValueError, match="integers"):
         step(StepMessage(good[:-4]), None, kv)
     with pytest.raises(ValueError, match="a context of 70 tokens, turns are known up to 69"):
         step(good, turn_of(DIM, num_positions=69), kv)
-    assert not kv.any()
+    assert not kv.memory.any()
 
 
 def test_cpus_without_packed_products_do_not_fuse() -> None:

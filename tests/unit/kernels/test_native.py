@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.kernels.batches import make_batch, make_pool
 from tests.unit.kernels.builds import HAS_AVX512_BF16, MARCHES, PACKED, build
-from workers.kernels import Kernels, TorchKernels, kernels_for
+from workers.kernels import Kernels, LayerCache, TorchKernels, kernels_for
 from workers.kernels.native import CpuKernels
 from workers.kernels.packed import NativeLinear
 
@@ -105,8 +105,8 @@ def test_rotary_and_write(
     for each in (own, REFERENCE):
         pool = make_pool(60, kv_heads, block_size, dim, dtype)
         q, k, v = fused.clone().split([heads, kv_heads, kv_heads], dim=1)
-        turned = each.rotary_and_write(q, k, v, cos, sin, batch, pool[:, :, 1, 0], pool[:, :, 1, 1])
-        results.append((turned, pool))
+        turned = each.rotary_and_write(q, k, v, cos, sin, batch, pool.layers[1])
+        results.append((turned, pool.numbers))
     assert_close(results[0][0], results[1][0])
     assert_close(results[0][1], results[1][1])
 
@@ -130,19 +130,19 @@ def test_paged_attention(
     batch = make_batch(mix, block_size, 120)
     pool = make_pool(120, kv_heads, block_size, dim, dtype)
     q = torch.randn(batch.positions.shape[0], heads + 1, dim).to(dtype)[:, :heads]
-    caches = pool[:, :, 1, 0], pool[:, :, 1, 1]
-    found = own.paged_attention(q, *caches, batch, dim**-0.5, window)
-    assert_close(found, REFERENCE.paged_attention(q, *caches, batch, dim**-0.5, window))
+    cache = pool.layers[1]
+    found = own.paged_attention(q, cache, batch, dim**-0.5, window)
+    assert_close(found, REFERENCE.paged_attention(q, cache, batch, dim**-0.5, window))
 
 
 def test_attention_of_more_heads_than_a_tile(kernels: tuple[Kernels, torch.dtype]) -> None:
     own, dtype = kernels
     batch, pool = make_batch([(0, 3), (20, 1)], 16, 8), make_pool(8, 1, 16, 16, dtype)
     q = torch.randn(4, 100, 16).to(dtype)
-    caches = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    cache = pool.layers[0]
     assert_close(
-        own.paged_attention(q, *caches, batch, 0.25, None),
-        REFERENCE.paged_attention(q, *caches, batch, 0.25, None),
+        own.paged_attention(q, cache, batch, 0.25, None),
+        REFERENCE.paged_attention(q, cache, batch, 0.25, None),
     )
 
 
@@ -153,17 +153,15 @@ def test_attention_reads_nothing_past_the_context(
 ) -> None:
     _, dtype = kernels
     batch, clean = make_batch([(start, 2), (0, 1)], 16, 8), make_pool(8, 2, 16, dim, dtype)
-    dirty = torch.full_like(clean, float("nan"))
+    dirty = clean.clone()
+    dirty.memory.fill_(0xFF)  # a NaN in every format
     for s, length in enumerate(batch.context_lens.tolist()):
         for position in range(length):
             block, offset = int(batch.block_tables[s, position // 16]), position % 16
-            dirty[block, :, :, :, offset] = clean[block, :, :, :, offset]
+            dirty.numbers[block, :, :, :, offset] = clean.numbers[block, :, :, :, offset]
     q = torch.randn(3, 4, dim).to(dtype)
     for each in (kernels[0], REFERENCE):
-        found, wanted = (
-            each.paged_attention(q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 0.2, None)
-            for pool in (dirty, clean)
-        )
+        found, wanted = (each.paged_attention(q, pool.layers[0], batch, 0.2, None) for pool in (dirty, clean))
         assert torch.equal(found, wanted)
 
 
@@ -171,9 +169,9 @@ def test_a_broken_key_or_query_is_not_hidden(kernels: tuple[Kernels, torch.dtype
     own, dtype = kernels
     batch, pool = make_batch([(20, 1), (20, 1), (20, 1)], 16, 8), make_pool(8, 1, 16, 16, dtype)
     q = torch.randn(3, 2, 16).to(dtype)
-    pool[int(batch.block_tables[0, 0]), 0, 0, 0, 5, 3] = float("nan")
+    pool.layers[0].keys[int(batch.block_tables[0, 0]), 0, 5, 3] = float("nan")
     q[1, 1, 0] = float("nan")
-    found = own.paged_attention(q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 0.25, None)
+    found = own.paged_attention(q, pool.layers[0], batch, 0.25, None)
     assert found.isnan().all(-1).tolist() == [[True, True], [False, True], [False, False]]
     assert found[2].isfinite().all()
 
@@ -186,7 +184,7 @@ def test_pools_beyond_two_to_the_31_elements(kernels: tuple[Kernels, torch.dtype
     large = space.as_strided((20, heads, 1, 2, block_size, dim), (stride, 512, 512, 256, dim, 1))
     batch, pool = (
         make_batch([(16, 9)], block_size, 20),
-        make_pool(20, heads, block_size, dim, dtype)[:, :, :1],
+        make_pool(20, heads, block_size, dim, dtype).numbers[:, :, :1],
     )
     batch.block_tables[0] = torch.tensor([19, 17])
     batch = replace(batch, slots=17 * block_size + torch.arange(9))
@@ -194,9 +192,9 @@ def test_pools_beyond_two_to_the_31_elements(kernels: tuple[Kernels, torch.dtype
     large[[19, 17]] = pool[[19, 17]]
     found = []
     for each in (large, pool):
-        caches = each[:, :, 0, 0], each[:, :, 0, 1]
-        own.rotary_and_write(q, k, v, None, None, batch, *caches)
-        found.append(own.paged_attention(q, *caches, batch, 0.25, None))
+        cache = LayerCache(keys=each[:, :, 0, 0], values=each[:, :, 0, 1])
+        own.rotary_and_write(q, k, v, None, None, batch, cache)
+        found.append(own.paged_attention(q, cache, batch, 0.25, None))
     assert torch.equal(*found)
     assert torch.equal(large[17], pool[17])
 
@@ -205,18 +203,18 @@ def test_wrong_dtypes_and_shapes_are_refused(kernels: tuple[Kernels, torch.dtype
     own, dtype = kernels
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     batch, pool = make_batch([(0, 2)], 16, 8), make_pool(8, 1, 16, 16, dtype)
-    caches = pool[:, :, 0, 0], pool[:, :, 0, 1]
+    cache = pool.layers[0]
     q, k = torch.randn(2, 2, 16).to(dtype), torch.randn(2, 1, 16).to(dtype)
     wide = torch.ones(2, 9)  # turns 18 elements of 16
     calls: list[Callable[[], object]] = [
         lambda: own.rms_norm(q, torch.ones(15, dtype=dtype), 1e-5),
         lambda: own.silu_mul(q.to(other)),
         lambda: own.gelu_new(q.to(other)),
-        lambda: own.paged_attention(q.to(other), *caches, batch, 1.0, None),
-        lambda: own.paged_attention(q[:1], *caches, batch, 1.0, None),
-        lambda: own.rotary_and_write(q, k, k.to(other), None, None, batch, *caches),
-        lambda: own.rotary_and_write(q, k, k, wide, wide, batch, *caches),
-        lambda: own.rotary_and_write(q, k, k, wide[:, :8].bfloat16(), wide[:, :8].bfloat16(), batch, *caches),
+        lambda: own.paged_attention(q.to(other), cache, batch, 1.0, None),
+        lambda: own.paged_attention(q[:1], cache, batch, 1.0, None),
+        lambda: own.rotary_and_write(q, k, k.to(other), None, None, batch, cache),
+        lambda: own.rotary_and_write(q, k, k, wide, wide, batch, cache),
+        lambda: own.rotary_and_write(q, k, k, wide[:, :8].bfloat16(), wide[:, :8].bfloat16(), batch, cache),
     ]
     if dtype == torch.bfloat16:
         linear = own.pack_linear(torch.randn(8, 16).to(dtype))
@@ -230,7 +228,7 @@ def test_attention_without_rows(kernels: tuple[Kernels, torch.dtype]) -> None:
     own, dtype = kernels
     batch, pool = make_batch([], 16, 8), make_pool(8, 1, 16, 16, dtype)
     q = torch.empty(0, 4, 16, dtype=dtype)
-    assert own.paged_attention(q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 0.25, None).shape == (0, 4, 16)
+    assert own.paged_attention(q, pool.layers[0], batch, 0.25, None).shape == (0, 4, 16)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -242,14 +240,14 @@ def test_attention_row_knows_neither_neighbours_nor_cuts(
 ) -> None:
     own, dtype = kernels
     pool = make_pool(120, kv_heads, 16, dim, dtype)
-    caches = pool[:, :, 2, 0], pool[:, :, 2, 1]
+    cache = pool.layers[2]
     q = torch.randn(150, heads, dim).to(dtype)
     whole = make_batch([(0, 150)], 16, 120)
-    wanted = own.paged_attention(q, *caches, whole, 0.125, window)
+    wanted = own.paged_attention(q, cache, whole, 0.125, window)
     for start, stop in [(0, 1), (0, 33), (33, 100), (100, 102), (102, 149), (149, 150)]:
         piece = make_batch([(start, stop - start)], 16, 120)
         assert torch.equal(piece.block_tables[0], whole.block_tables[0, : piece.block_tables.shape[1]])
-        found = own.paged_attention(q[start:stop], *caches, piece, 0.125, window)
+        found = own.paged_attention(q[start:stop], cache, piece, 0.125, window)
         assert torch.equal(found, wanted[start:stop])
 
 
@@ -302,12 +300,12 @@ def test_two_threads_give_the_bits_of_one(kernels: tuple[Kernels, torch.dtype]) 
     for threads in (1, 2):
         torch.set_num_threads(threads)
         pool = make_pool(120, 3, 16, 64, dtype)
-        caches = pool[:, :, 1, 0], pool[:, :, 1, 1]
+        cache = pool.layers[1]
         q, k, v = own.rms_norm(x, weight, 1e-5).view(152, 9, 64).repeat(1, 2, 1)[:, :15].split([9, 3, 3], 1)
-        q = own.rotary_and_write(q, k, v, x[:, :32].float(), x[:, 32:64].float(), batch, *caches)
-        attended = own.paged_attention(q, *caches, batch, 0.125, None)
+        q = own.rotary_and_write(q, k, v, x[:, :32].float(), x[:, 32:64].float(), batch, cache)
+        attended = own.paged_attention(q, cache, batch, 0.125, None)
         found.append(
-            (own.silu_mul(linear(x)) if dtype == torch.bfloat16 else own.silu_mul(x), attended, pool)
+            (own.silu_mul(linear(x)) if dtype == torch.bfloat16 else own.silu_mul(x), attended, pool.numbers)
         )
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.kernels.batches import make_batch, make_pool
-from workers.kernels import TorchKernels
+from workers.kernels import LayerCache, TorchKernels
 
 KERNELS = TorchKernels()
 
@@ -18,17 +18,17 @@ def test_paged_attention_row_by_row(window: int | None) -> None:
     block_size, heads, kv_heads, dim = 4, 4, 2, 8
     batch = make_batch([(5, 1), (0, 9), (12, 3), (3, 1)], block_size, 20)
     pool = make_pool(20, kv_heads, block_size, dim, torch.float32)
-    k_cache, v_cache = pool[:, :, 1, 0], pool[:, :, 1, 1]
+    cache = pool.layers[1]
     q = torch.randn(14, heads, dim, generator=torch.Generator().manual_seed(0))
-    found = KERNELS.paged_attention(q, k_cache, v_cache, batch, 0.3, window)
+    found = KERNELS.paged_attention(q, cache, batch, 0.3, window)
     for s in range(4):
         for row in range(int(batch.query_starts[s]), int(batch.query_starts[s + 1])):
             last = int(batch.positions[row])
             seen = range(0 if window is None else max(0, last - window + 1), last + 1)
             pages = [(int(batch.block_tables[s, p // block_size]), p % block_size) for p in seen]
             for head in range(heads):
-                keys = torch.stack([k_cache[block, head // 2, offset] for block, offset in pages])
-                values = torch.stack([v_cache[block, head // 2, offset] for block, offset in pages])
+                keys = torch.stack([cache.keys[block, head // 2, offset] for block, offset in pages])
+                values = torch.stack([cache.values[block, head // 2, offset] for block, offset in pages])
                 wanted = (keys @ q[row, head] * 0.3).softmax(0) @ values
                 torch.testing.assert_close(found[row, head], wanted, rtol=1e-5, atol=1e-5)
 
@@ -36,11 +36,10 @@ def test_paged_attention_row_by_row(window: int | None) -> None:
 def test_rotary_turns_pairs_and_writes_slots() -> None:
     batch = make_batch([(3, 2)], 4, 6)
     pool = torch.zeros(6, 1, 1, 2, 4, 6)
+    cache = LayerCache(keys=pool[:, :, 0, 0], values=pool[:, :, 0, 1])
     k = torch.arange(12.0).view(2, 1, 6)
     angles = torch.tensor([[0.5, 1.0], [2.0, 3.0]])  # the last two elements of a head stay
-    q = KERNELS.rotary_and_write(
-        k.clone(), k, k + 100, angles.cos(), angles.sin(), batch, pool[:, :, 0, 0], pool[:, :, 0, 1]
-    )
+    q = KERNELS.rotary_and_write(k.clone(), k, k + 100, angles.cos(), angles.sin(), batch, cache)
     for token in range(2):
         x = k[token, 0].tolist()
         turned = list(x)

@@ -43,6 +43,7 @@ INFO = GroupInfo(
     model=MODEL,
     model_hash="0123456789abcdef0123",
     dtype="float32",
+    kv_dtype="float32",
     tensor_parallel=1,
     vocab_size=259,
     max_model_len=4096,

@@ -95,6 +95,7 @@ class SimGroup:
     def __init__(self, world: World, name: str, num_blocks: int, speed: Speed) -> None:
         self.info = GroupInfo(
             group_id=GroupId(name), epoch=1, role=Role.UNIFIED, model="m", model_hash="", dtype="bfloat16",
+            kv_dtype="bfloat16",
             tensor_parallel=1, vocab_size=50_000, max_model_len=8192, block_size=BLOCK_SIZE,
             num_blocks=num_blocks, kv_bytes_per_block=1,
         )  # fmt: skip

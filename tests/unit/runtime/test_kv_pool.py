@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from workers.config import CacheConfig, ScheduleConfig
+from workers.kernels import CacheForm
 from workers.model.spec import spec_from_config
 from workers.runtime.errors import PoolTooSmall
 from workers.runtime.kv_pool import allocate_pool
@@ -30,6 +32,10 @@ SPEC = spec_from_config(
 MIB = 1 << 20
 
 
+def form(dtype: torch.dtype) -> CacheForm:
+    return CacheForm(num_kv_heads=2, num_layers=3, block_size=16, head_dim=16, dtype=dtype)
+
+
 def blocks(
     cache: CacheConfig, *, free: int = 100 * MIB, sharers: int = 1, host: bool = True, **other: int
 ) -> int:
@@ -43,16 +49,41 @@ def blocks(
 
 
 def test_block_bytes_and_pool_shape():
-    size = bytes_per_block(SPEC, 2, 16, torch.bfloat16.itemsize)
+    size = bytes_per_block(SPEC, 2, 16, "bfloat16")
     assert size == 2 * 3 * 2 * 16 * 16 * 2
-    pool = allocate_pool(
-        SPEC, num_blocks=5, num_kv_heads=2, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
-    assert pool.shape == (5, 2, 3, 2, 16, 16)
-    assert pool.nbytes == 5 * size
-    assert not pool.any()
+    pool = allocate_pool(5, form(torch.bfloat16), torch.device("cpu"))
+    assert pool.numbers.shape == (5, 2, 3, 2, 16, 16)
+    assert pool.memory.shape == (5, size)
+    assert not pool.memory.any()
     # A range of heads of a block, over all layers, is one contiguous run.
-    assert pool[3, 1:2].is_contiguous()
+    assert pool.numbers[3, 1:2].is_contiguous()
+
+
+def test_int8_blocks_hold_codes_and_scales():
+    size = bytes_per_block(SPEC, 2, 16, "int8")
+    assert size == 2 * 3 * 2 * 16 * (16 + 2)
+    pool = allocate_pool(5, form(torch.int8), torch.device("cpu"))
+    assert pool.memory.shape == (5, size) and not pool.memory.any()
+    assert pool.scales is not None and pool.scales.shape == (5, 2, 3, 2, 16)
+    page, cache = 16 * 18, pool.layers[1]  # of keys; those of the values follow
+    cache.keys[4, 1, 2] = 7
+    cache.value_scales[4, 1, 15] = 1.0
+    start = (3 + 1) * 2 * page  # head 1, layer 1
+    assert pool.memory[4].nonzero().flatten().tolist() == [
+        *range(start + 2 * 16, start + 3 * 16),
+        start + 2 * page - 1,  # the upper byte of 1.0
+    ]
+
+
+@pytest.mark.parametrize(("head_dim", "least"), [(64, 1.9), (128, 1.9), (16, 1.7)])
+def test_an_int8_pool_holds_nearly_twice_the_tokens(head_dim: int, least: float) -> None:
+    spec = replace(SPEC, head_dim=head_dim)
+    assert bytes_per_block(spec, 2, 16, "bfloat16") >= least * bytes_per_block(spec, 2, 16, "int8")
+
+
+def test_int8_pages_of_an_odd_size_are_refused():
+    with pytest.raises(ValueError, match=r"with heads of 5 numbers cache\.block_size must be even, not 3"):
+        replace(form(torch.int8), head_dim=5, block_size=3)
 
 
 def test_configured_number_is_taken_as_it_is():

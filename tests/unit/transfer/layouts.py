@@ -15,11 +15,13 @@ def layout(
     block_size: int = 4,
     head_dim: int = 2,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
 ) -> KVLayout:
     return KVLayout(
         model_hash="model",
         code="code",
         dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         num_layers=num_layers,

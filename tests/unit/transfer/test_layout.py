@@ -95,11 +95,11 @@ def test_only_the_group_size_may_differ() -> None:
     own = layout(dtype="bfloat16")
     check_compatible(own, replace(own, tensor_parallel=3))
     with pytest.raises(IncompatibleLayouts) as caught:
-        check_compatible(own, replace(own, dtype="float32", block_size=32))
+        check_compatible(own, replace(own, dtype="float32", kv_dtype="int8", block_size=32))
     assert str(caught.value) == (
         "KV blocks of the two groups do not fit each other: they differ in dtype (here bfloat16, there "
-        "float32), block_size (here 4, there 32); groups that exchange blocks must run the same model, "
-        "configuration and version"
+        "float32), kv_dtype (here bfloat16, there int8), block_size (here 4, there 32); groups that exchange "
+        "blocks must run the same model, configuration and version"
     )
 
 
@@ -120,10 +120,19 @@ def test_any_other_difference_is_refused_by_name(changed: dict[str, str | int]) 
         ({"tensor_parallel": 10**9}, "tensor_parallel 1000000000 is not between 1 and 1024"),
         ({"tensor_parallel": 0}, "tensor_parallel 0 is not between 1 and 1024"),
         ({"num_layers": -1}, "num_layers -1 is not between 1 and 4096"),
-        ({"dtype": "object"}, "dtype 'object' is none of float32, bfloat16"),
+        ({"dtype": "int8"}, "dtype 'int8' is none of float32, bfloat16"),
+        ({"kv_dtype": "int4"}, "kv_dtype 'int4' is none of float32, bfloat16, int8"),
         ({"model_hash": "x" * 201}, "a text of 201 characters, the limit is 200"),
     ],
 )
 def test_what_no_model_has_is_refused(changed: dict[str, str | int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(layout(), **changed)
+
+
+def test_int8_heads_have_their_scales_with_them() -> None:
+    own = layout(dtype="bfloat16", kv_dtype="int8")
+    assert own.head_bytes == 2 * 2 * 4 * (2 + 2)  # layers, K and V, tokens, codes and a scale
+    assert reads(own, 0, replace(own, tensor_parallel=3)) == [
+        Piece(peer_rank=rank, peer_offset=0, own_offset=rank * 64, num_bytes=64) for rank in range(3)
+    ]

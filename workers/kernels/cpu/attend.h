@@ -1,12 +1,13 @@
 // One attention task: the loop over groups of keys around the products of attention.h.
 #pragma once
 #include "attention_decode.h"
+#include "attention_int8.h"
 
 // First position that a row of the task sees, at a multiple of KEYS; and where the positions end that its rows see alike.
-template <class T> struct TaskSpan {
+struct TaskSpan {
   bool is_tree;
   long start, tokens, base, end;  // `start`: position of its first token, in a tree of the first one of its sequence
-  TaskSpan(const Attention<T>& a, const AttentionTask& task) {
+  template <class A> TaskSpan(const A& a, const AttentionTask& task) {
     const long length = a.query_len(task.sequence), first = a.context_lens[task.sequence] - length;
     is_tree = a.is_tree(task.sequence);
     start = is_tree ? first : first + task.first;
@@ -16,31 +17,36 @@ template <class T> struct TaskSpan {
   }
 };
 // Of a tree, positions from `start` on are those of the rows on `path`; else path is null.
-template <class T>
-void find_keys(const Attention<T>& a, const AttentionTask& task, long base, long end, KeyGroup<T>& found, long start = 0, const int32_t* path = nullptr) {
+template <class A>
+void find_keys(const A& a, const AttentionTask& task, long base, long end, KeyGroup<typename A::Stored>& found, long start = 0,
+               const int32_t* path = nullptr) {
   const int32_t* table = a.tables + task.sequence * a.table_width;
   found.count = int(std::min<long>(KEYS, end - base));
   for (int j = 0; j < found.count;) {
     const bool is_row = path && base + j >= start;
     const long place = is_row ? start + path[base + j - start] : base + j, offset = place % a.cache.block_size;
     const long run = is_row ? 1 : path ? std::min(a.cache.block_size - offset, start - place) : a.cache.block_size - offset;
-    long at = table[place / a.cache.block_size] * a.cache.block_stride + task.head * a.cache.head_stride + offset * a.d;
-    for (const int stop = int(std::min<long>(found.count, j + run)); j < stop; j++, at += a.d)
-      found.k[j] = a.cache.k + at, found.v[j] = a.cache.v + at;
+    const long page = a.cache.page(table[place / a.cache.block_size], task.head);
+    const int first = j, stop = int(std::min<long>(found.count, j + run));
+    for (long at = page + offset * a.d; j < stop; j++, at += a.d) found.k[j] = a.cache.k + at, found.v[j] = a.cache.v + at;
+    if constexpr (std::is_same_v<typename A::Stored, int8_t>) {
+      memcpy(found.k_scales + first, scales_of(a.cache.k + page, a.cache.block_size, a.d) + offset, (stop - first) * sizeof(half_bits));
+      memcpy(found.v_scales + first, scales_of(a.cache.v + page, a.cache.block_size, a.d) + offset, (stop - first) * sizeof(half_bits));
+    }
   }
 }
 // Folds the scores of a group of keys into the rows of a token at `position`.
-template <class Products, class T>
-void soften(const Attention<T>& a, AttentionScratch& s, long row, long rows, long position, long base, long wide) {
+template <class Products, class A>
+void soften(const A& a, AttentionScratch& s, long row, long rows, long position, long base, long wide) {
   const long from = a.window ? std::clamp<long>(position - a.window + 1 - base, 0, KEYS) : 0, to = std::clamp<long>(position + 1 - base, 0, KEYS);
   for (const long end = row + rows; row < end; row++) Products::softmax(s, row, int(from), int(to), a.scale, wide);
 }
 // The last groups of keys of a tree, which each token sees in its own way: its ancestors lie before it as in a sequence.
-template <class Products, class T>
-void attend_path(const Attention<T>& a, const AttentionTask& task, const TaskSpan<T>& span, long token, const std::vector<int32_t>& path,
+template <class Products, class A>
+void attend_path(const A& a, const AttentionTask& task, const TaskSpan& span, long token, const std::vector<int32_t>& path,
                  AttentionScratch& s, long wide) {
   AttentionScratch own(s, token * a.group(), wide, sizeof(typename Products::Element));
-  KeyGroup<T> now, none;
+  KeyGroup<typename A::Stored> now, none;
   const long end = span.start + long(path.size());
   for (long base = span.end; base < end; base += KEYS) {
     find_keys(a, task, base, end, now, span.start, path.data());
@@ -50,9 +56,9 @@ void attend_path(const Attention<T>& a, const AttentionTask& task, const TaskSpa
   }
 }
 // next: the task that the thread is likely to do then, or null.
-template <class Products, class T>
-void attend_with(const Attention<T>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
-  const TaskSpan<T> span(a, task);
+template <class Products, class T, class S>
+void attend_with(const Attention<T, S>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
+  const TaskSpan span(a, task);
   const long group = a.group(), wide = (a.d + 15) / 16 * 16, rows = span.tokens * group;
   const long token0 = a.query_starts[task.sequence] + task.first;
   for (long r = 0; r < rows; r++) {
@@ -64,14 +70,14 @@ void attend_with(const Attention<T>& a, const AttentionTask& task, const Attenti
   }
   std::vector<std::vector<int32_t>> paths;  // of a tree's tokens
   for (long t = 0; span.is_tree && t < span.tokens; t++) paths.push_back(a.path_to(task.sequence, int32_t(task.first + t)));
-  KeyGroup<T> groups[2], *now = groups, *then = groups + 1;
+  KeyGroup<S> groups[2], *now = groups, *then = groups + 1;
   find_keys(a, task, span.base, span.end, *now);
   for (long base = span.base; base < span.end; base += KEYS, std::swap(now, then)) {
     then->count = 0;
     if (base + KEYS < span.end) {
       find_keys(a, task, base + KEYS, span.end, *then);
     } else if (next) {
-      const TaskSpan<T> following(a, *next);
+      const TaskSpan following(a, *next);
       find_keys(a, *next, following.base, following.end, *then);
     }
     Products::score(s, rows, *now, *then, a.d, wide);
@@ -91,11 +97,20 @@ inline void attend(const Attention<float>& a, const AttentionTask& task, const A
 }
 inline void attend(const Attention<bf16>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
 #ifdef __AVX512BF16__
-  const long rows = TaskSpan<bf16>(a, task).tokens * a.group();
+  const long rows = TaskSpan(a, task).tokens * a.group();
   if (a.d % 32 == 0 && rows <= FEW_ROWS) return attend_with<FewRowProducts>(a, task, next, s);
   if (a.d % 2 == 0) return attend_with<PairProducts>(a, task, next, s);
 #endif
   attend_with<WideProducts<bf16>>(a, task, next, s);
+}
+inline void attend(const Attention<float, int8_t>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
+  attend_with<WideProducts<int8_t>>(a, task, next, s);
+}
+inline void attend(const Attention<bf16, int8_t>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
+#ifdef __AVX512BF16__
+  if (CodeProducts::can_do(a.d)) return attend_with<CodeProducts>(a, task, next, s);
+#endif
+  attend_with<WideProducts<int8_t>>(a, task, next, s);
 }
 inline const AttentionTask* after(const std::vector<AttentionTask>& tasks, long i) {
   return i + 1 < long(tasks.size()) ? &tasks[i + 1] : nullptr;

@@ -3,12 +3,13 @@
 // Keys are taken in groups of KEYS positions, aligned at multiples of KEYS from the start of the sequence; each
 // group is one online-softmax update (Milakov and Gimelshein 2018). A masked position gives probability exactly 0
 // and a wholly masked group changes nothing, so a row's result depends neither on the rows that share its tile
-// nor on how the prompt was cut. Storage T is float or bf16; sums and softmax are float, and with AVX512-BF16
-// probabilities enter the second product as bf16.
+// nor on how the prompt was cut. Rows are of T, float or bf16, the pages of S: T or int8. Sums and softmax are float,
+// and with AVX512-BF16 probabilities enter the second product as bf16.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "cache.h"
@@ -17,11 +18,12 @@
 
 constexpr int KEYS = 64, TILE_ROWS = 96;
 
-template <class T> struct Attention {
+template <class T, class S = T> struct Attention {
+  using Stored = S;
   const T* q;  // (T, heads, d)
   long q_stride;
   T* out;  // (T, heads, d), dense
-  Cache<T> cache;
+  Cache<S> cache;
   const int32_t *query_starts, *context_lens, *tables;
   const int32_t* parents;  // (T): row of its sequence that each token follows, -1: the first; null: each the one before
   long num_sequences, table_width, heads, kv_heads, d, window;  // window 0: none
@@ -48,7 +50,7 @@ struct AttentionTask {
   long cost;
 };
 // All tiles, dearest first, so that threads end together.
-template <class T> std::vector<AttentionTask> attention_tasks(const Attention<T>& a) {
+template <class A> std::vector<AttentionTask> attention_tasks(const A& a) {
   std::vector<AttentionTask> tasks;
   bool prompts = false;
   for (long s = 0; s < a.num_sequences; s++)
@@ -64,9 +66,18 @@ template <class T> std::vector<AttentionTask> attention_tasks(const Attention<T>
 }
 
 // Where the keys and values of the positions base .. base + count - 1 of one sequence and kv head are.
-template <class T> struct KeyGroup {
-  const T *k[KEYS], *v[KEYS];
+template <class S> struct KeyGroup {
+  const S *k[KEYS], *v[KEYS];
   int count = 0;
+  float k_value(int j, long i) const { return widen(k[j][i]); }
+  float v_value(int j, long i) const { return widen(v[j][i]); }
+};
+template <> struct KeyGroup<int8_t> {
+  const int8_t *k[KEYS], *v[KEYS];
+  half_bits k_scales[KEYS], v_scales[KEYS];
+  int count = 0;
+  float k_value(int j, long i) const { return k[j][i] * from_half(k_scales[j]); }
+  float v_value(int j, long i) const { return v[j][i] * from_half(v_scales[j]); }
 };
 
 // Private to a thread, sized for one tile.
@@ -94,14 +105,14 @@ struct AttentionScratch {
 };
 
 // ---- float products, any storage ----
-template <class T> struct WideProducts {
+template <class S> struct WideProducts {
   using Element = float;  // of queries and weights in the scratch
-  static void load_query(const T* q, AttentionScratch& s, long row, long d, long wide) {
+  template <class T> static void load_query(const T* q, AttentionScratch& s, long row, long d, long wide) {
     load_row(q, s.queries + row * wide, d);
   }
   // Scores of all rows and KEYS keys; those from now.count on are of no meaning. `next`: the group to come.
-  static void score(AttentionScratch& s, long rows, const KeyGroup<T>& now, const KeyGroup<T>&, long d, long wide) {
-    load_group(now.k, now.v, now.count, s, d, wide);
+  static void score(AttentionScratch& s, long rows, const KeyGroup<S>& now, const KeyGroup<S>&, long d, long wide) {
+    load_group(now, s, d, wide);
     for (long r = 0; r < rows; r++) {
       float sum[KEYS] = {};
       for (long i = 0; i < d; i++)
@@ -126,7 +137,7 @@ template <class T> struct WideProducts {
     if (rescale != 1.f)
       for (long i = 0; i < wide; i++) s.out[row * wide + i] *= rescale;
   }
-  static void add_values(AttentionScratch& s, long rows, const KeyGroup<T>&, const KeyGroup<T>&, long d, long wide) {
+  static void add_values(AttentionScratch& s, long rows, const KeyGroup<S>&, const KeyGroup<S>&, long d, long wide) {
     for (long r = 0; r < rows; r++)
       for (int j = 0; j < KEYS; j++)
         for (long i = 0; i < d; i++) s.out[r * wide + i] += s.weights[r * KEYS + j] * s.values[j * wide + i];
@@ -134,11 +145,11 @@ template <class T> struct WideProducts {
 
  private:
   // keys as [d][KEYS], values as [KEYS][wide]; positions from `count` on are zero.
-  static void load_group(const T* const* k, const T* const* v, int count, AttentionScratch& s, long d, long wide) {
+  static void load_group(const KeyGroup<S>& now, AttentionScratch& s, long d, long wide) {
     for (int j = 0; j < KEYS; j++)
       for (long i = 0; i < d; i++) {
-        s.keys[i * KEYS + j] = j < count ? widen(k[j][i]) : 0.f;
-        s.values[j * wide + i] = j < count ? widen(v[j][i]) : 0.f;
+        s.keys[i * KEYS + j] = j < now.count ? now.k_value(j, i) : 0.f;
+        s.values[j * wide + i] = j < now.count ? now.v_value(j, i) : 0.f;
       }
   }
 };

@@ -44,6 +44,9 @@ inline __m512 exp2_short(__m512 x) {
   return _mm512_scalef_ps(p, whole);
 }
 
+// A bit for each of the positions [from, to) of a group.
+inline uint64_t seen_keys(int from, int to) { return (to == KEYS ? ~0ull : (1ull << to) - 1) & (from == KEYS ? 0 : ~0ull << from); }
+
 struct PairProducts {
   using Element = bf16;
   static void load_query(const bf16* q, AttentionScratch& s, long row, long d, long wide) {
@@ -78,21 +81,23 @@ struct PairProducts {
   }
   // As WideProducts::softmax, in base 2.
   static void softmax(AttentionScratch& s, long row, int from, int to, float scale, long wide) {
-    const __m512 unit = _mm512_set1_ps(scale * 1.44269504f);
     __m512 x[4];
+    weigh(s, row, from, to, scale, wide, x);
+    for (int i = 0; i < 4; i++) _mm256_storeu_si256((__m256i*)((bf16*)s.weights + row * KEYS + i * 16), (__m256i)_mm512_cvtneps_pbh(x[i]));
+  }
+  // The same, with the probabilities in x.
+  static void weigh(AttentionScratch& s, long row, int from, int to, float scale, long wide, __m512 (&x)[4]) {
+    const __m512 unit = _mm512_set1_ps(scale * 1.44269504f);
     for (int i = 0; i < 4; i++) x[i] = _mm512_mul_ps(_mm512_loadu_ps(s.scores + row * KEYS + i * 16), unit);
     if (from > 0 || to < KEYS) {
-      const uint64_t seen = (to == KEYS ? ~0ull : (1ull << to) - 1) & (from == KEYS ? 0 : ~0ull << from);
+      const uint64_t seen = seen_keys(from, to);
       for (int i = 0; i < 4; i++)
         x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), __mmask16(seen >> (16 * i)), x[i]);
     }
     float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
     const float old = s.max[row], now = std::max(old, largest);
     const __m512 top = _mm512_set1_ps(now);
-    for (int i = 0; i < 4; i++) {
-      x[i] = exp2_short(_mm512_sub_ps(x[i], top));
-      _mm256_storeu_si256((__m256i*)((bf16*)s.weights + row * KEYS + i * 16), (__m256i)_mm512_cvtneps_pbh(x[i]));
-    }
+    for (int i = 0; i < 4; i++) x[i] = exp2_short(_mm512_sub_ps(x[i], top));
     __m512 sum = _mm512_loadu_ps(s.sum + row * 16), more = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
     if (now > old) {
       const __m512 rescale = exp2_short(_mm512_set1_ps(old - now));

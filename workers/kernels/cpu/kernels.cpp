@@ -48,15 +48,15 @@ void rms_norm(const T* x, long outer, long inner, long outer_stride, long inner_
     rms_norm_row(x + r / inner * outer_stride + r % inner * inner_stride, weight, eps, out + r * n, n, row_scratch<float>(n));
   });
 }
-template <class T>
+template <class T, class S>
 void rotary_and_write(T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, const float* cos, const float* sin, long half,
-                      long tokens, long heads, long kv_heads, long d, const int64_t* slots, Cache<T> cache, int threads) {
+                      long tokens, long heads, long kv_heads, long d, const int64_t* slots, Cache<S> cache, int threads) {
   for_rows(tokens, (heads + 2 * kv_heads) * d, threads, [&](long t) {
     rotate_and_write(q + t * q_stride, k + t * k_stride, v + t * v_stride, cos + t * half, sin + t * half, half, heads, kv_heads, d,
-                     slots[t], cache);
+                     slots[t], cache, row_scratch<T>(d));
   });
 }
-template <class T> void attention(const Attention<T>& a, int threads) {
+template <class A> void attention(const A& a, int threads) {
   auto tasks = attention_tasks(a);
   for_tasks(long(tasks.size()), threads, [&] { return AttentionScratch(a.group(), a.d); },
             [&](long i, AttentionScratch& scratch) { attend(a, tasks[i], after(tasks, i), scratch); });
@@ -70,6 +70,23 @@ template <class T> void attention(const Attention<T>& a, int threads) {
       call;                 \
     } else {                \
       using T = float;      \
+      call;                 \
+    }                       \
+  } while (0)
+
+// The same for a cache of T, or with is_int8 of int8: S.
+#define BY_STORAGE(call)    \
+  do {                      \
+    if (is_int8) {          \
+      using S = int8_t;     \
+      BY_DTYPE(call);       \
+    } else if (dtype) {     \
+      using T = bf16;       \
+      using S = T;          \
+      call;                 \
+    } else {                \
+      using T = float;      \
+      using S = T;          \
       call;                 \
     }                       \
   } while (0)
@@ -104,19 +121,19 @@ void tandem_add_rms_norm(int dtype, const void* x, void* residual, long rows, lo
 }
 void tandem_rotary_and_write(int dtype, void* q, long q_stride, const void* k, long k_stride, const void* v, long v_stride,
                              const float* cos, const float* sin, long half, long tokens, long heads, long kv_heads, long d,
-                             const int64_t* slots, void* k_cache, void* v_cache, long block_stride, long head_stride,
-                             long block_size, int threads) {
-  BY_DTYPE(rotary_and_write((T*)q, q_stride, (const T*)k, k_stride, (const T*)v, v_stride, cos, sin, half, tokens, heads,
-                            kv_heads, d, slots, Cache<T>{(T*)k_cache, (T*)v_cache, block_stride, head_stride, block_size},
-                            threads));
+                             const int64_t* slots, int is_int8, void* k_cache, void* v_cache, long block_stride,
+                             long head_stride, long block_size, int threads) {
+  BY_STORAGE(rotary_and_write((T*)q, q_stride, (const T*)k, k_stride, (const T*)v, v_stride, cos, sin, half, tokens, heads,
+                              kv_heads, d, slots, Cache<S>{(S*)k_cache, (S*)v_cache, block_stride, head_stride, block_size},
+                              threads));
 }
-void tandem_attention(int dtype, const void* q, long q_stride, void* out, void* k_cache, void* v_cache, long block_stride,
+void tandem_attention(int dtype, const void* q, long q_stride, void* out, int is_int8, void* k_cache, void* v_cache, long block_stride,
                       long head_stride, long block_size, const int32_t* query_starts, const int32_t* context_lens, const int32_t* tables, const int32_t* parents, long num_sequences,
                       long table_width, long heads, long kv_heads, long d, long window, float scale, int threads) {
-  BY_DTYPE(attention(Attention<T>{(const T*)q, q_stride, (T*)out,
-                                  {(T*)k_cache, (T*)v_cache, block_stride, head_stride, block_size},
-                                  query_starts, context_lens, tables, parents, num_sequences, table_width, heads, kv_heads, d,
-                                  window, scale}, threads));
+  BY_STORAGE(attention(Attention<T, S>{(const T*)q, q_stride, (T*)out,
+                                       {(S*)k_cache, (S*)v_cache, block_stride, head_stride, block_size},
+                                       query_starts, context_lens, tables, parents, num_sequences, table_width, heads, kv_heads, d,
+                                       window, scale}, threads));
 }
 void tandem_silu_mul(int dtype, const void* gate_up, long row_stride, void* out, long rows, long n, int threads) {
   BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) {

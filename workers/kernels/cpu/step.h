@@ -42,8 +42,9 @@ struct Model {
 struct StepInput {
   const float *cos, *sin;  // (num_positions, half)
   long num_positions, half;  // half 0: nothing turns
-  bf16* pool;  // (num_blocks, kv heads, layers, 2, block_size, d), strides in elements
-  long num_blocks, block_stride, head_stride, layer_stride, block_size;
+  void* pool;    // (num_blocks, kv heads, layers, 2) pages, of bf16 or int8: strides in elements
+  long is_int8;  // what the pages have
+  long num_blocks, block_stride, head_stride, layer_stride, value_stride, block_size;
   float* logits;  // (logit rows, columns of the head)
   const Draw* draws;  // (logit rows); null: nothing is drawn
   int64_t* ids;       // (logit rows): what was drawn, NOT_FINITE for rows with a NaN or an infinity
@@ -75,8 +76,8 @@ struct StepScratch {
   }
 };
 
-// One thread's walk through the step. All threads of the team run it together.
-class StepWalk {
+// One thread's walk through the step, with pages of S. All threads of the team run it together.
+template <class S> class StepWalk {
  public:
   StepWalk(const Model& m, const StepInput& in, StepScratch& s, const std::vector<AttentionTask>& tasks, Barrier& together)
       : m(m), in(in), s(s), at(s.layout), tasks(tasks), together(together), row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d),
@@ -187,9 +188,9 @@ class StepWalk {
     memcpy(s.qkv.data() + r * width, attended + from * width, width * 2);
     memcpy(s.kept.data() + r * m.hidden, residual + from * m.hidden, m.hidden * 2);
   }
-  Cache<bf16> cache(long layer) const {
-    bf16* k = in.pool + layer * in.layer_stride;
-    return {k, k + in.block_size * m.d, in.block_stride, in.head_stride, in.block_size};
+  Cache<S> cache(long layer) const {
+    S* k = (S*)in.pool + layer * in.layer_stride;
+    return {k, k + in.value_stride, in.block_stride, in.head_stride, in.block_size};
   }
   void turn_and_write(const LayerWeights& w, long layer, long r) {
     bf16* q = s.qkv.data() + r * qkv_width();
@@ -199,10 +200,11 @@ class StepWalk {
       for (long h = 0; h < m.heads + m.kv_heads; h++)
         rms_norm_row(q + h * m.d, h < m.heads ? w.query_norm : w.key_norm, float(m.eps), q + h * m.d, m.d, row.data());
     const long turn = at.positions[r] * in.half;
-    rotate_and_write(q, k, v, in.cos + turn, in.sin + turn, in.half, m.heads, m.kv_heads, m.d, at.slots[r], cache(layer));
+    rotate_and_write(q, k, v, in.cos + turn, in.sin + turn, in.half, m.heads, m.kv_heads, m.d, at.slots[r], cache(layer),
+                     (bf16*)row.data());
   }
   void attend_all(const LayerWeights& w, long layer) {
-    const Attention<bf16> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), at.query_starts.data(), at.context_lens.data(), at.tables.data(),
+    const Attention<bf16, S> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), at.query_starts.data(), at.context_lens.data(), at.tables.data(),
                             at.parents, at.num_sequences, at.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
     each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), attention); });
   }
@@ -221,7 +223,8 @@ inline bool run_step(const Model& m, const StepInput& in, const int32_t* message
   {
 #pragma omp single
     together.reset(new Barrier(omp_get_num_threads()));
-    StepWalk(m, in, s, tasks, *together).run();
+    if (in.is_int8) StepWalk<int8_t>(m, in, s, tasks, *together).run();
+    else StepWalk<bf16>(m, in, s, tasks, *together).run();
   }
   return true;
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels.arguments import check_batch, check_caches, check_turn
+from workers.kernels.arguments import check_batch, check_cache, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw
 from workers.kernels.gpu.activation import GELU_TANH, SILU, gated, plain
@@ -17,6 +17,7 @@ from workers.kernels.gpu.linear_int4 import pack_int4
 from workers.kernels.gpu.norms import add_rms_norm, layer_norm, rms_norm
 from workers.kernels.gpu.rotary import rotary_and_write
 from workers.kernels.interface import FusedStep, PackedLinear, StepModel
+from workers.kernels.paged_cache import LayerCache
 from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
 from workers.kernels.reference import TorchKernels
 
@@ -52,36 +53,36 @@ class GpuKernels:
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
         batch: StepBatch,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
     ) -> torch.Tensor:
-        check_caches(k_cache, v_cache, self._dtype)
+        check_cache(cache, self._dtype)
         check_batch(batch, q.shape[0])
         check_turn(cos, sin, q.shape[0], q.shape[2])
-        assert k.shape == v.shape == (q.shape[0], k_cache.shape[1], k_cache.shape[3]), (
-            k.shape,
-            k_cache.shape,
-        )
+        keys, values = cache.keys, cache.values
+        assert k.shape == v.shape == (q.shape[0], keys.shape[1], keys.shape[3]), (k.shape, keys.shape)
         turn = None if cos is None or sin is None else (cos, sin)
-        return rotary_and_write(q, k, v, turn, batch.slots, k_cache, v_cache, None)
+        return rotary_and_write(q, k, v, turn, batch.slots, keys, values, cache.scales)
 
     def paged_attention(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerCache,
         batch: StepBatch,
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None = None,
     ) -> torch.Tensor:
         if batch.parents is not None:
-            return self._torch.paged_attention(q, k_cache, v_cache, batch, scale, sliding_window, soft_cap)
-        check_caches(k_cache, v_cache, self._dtype)
+            return self._torch.paged_attention(q, cache, batch, scale, sliding_window, soft_cap)
+        check_cache(cache, self._dtype)
         check_batch(batch, q.shape[0])
-        assert q.shape[2] == k_cache.shape[3] and q.shape[1] % k_cache.shape[1] == 0, (q.shape, k_cache.shape)
+        keys = cache.keys
+        assert q.shape[2] == keys.shape[3] and q.shape[1] % keys.shape[1] == 0, (q.shape, keys.shape)
         return paged_attention(
-            *(q, k_cache, v_cache, None, batch), scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
+            *(q, keys, cache.values, cache.scales, batch),
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

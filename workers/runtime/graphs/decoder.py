@@ -21,6 +21,7 @@ from workers.kernels import (
     Draw,
     Drawn,
     Kernels,
+    PagedCache,
     StepBatch,
     StepMessage,
     build_batch,
@@ -39,12 +40,12 @@ class GraphedDecoder:
     """Over one KV pool, whose address the graphs hold."""
 
     def __init__(
-        self, decoder: Decoder, pool: torch.Tensor, buckets: Buckets, graph_device: GraphDevice
+        self, decoder: Decoder, pool: PagedCache, buckets: Buckets, graph_device: GraphDevice
     ) -> None:
         """pool: as for `Decoder.forward`."""
         self._decoder = decoder
         self._pool = pool
-        self._num_blocks, self._block_size = pool.shape[0], pool.shape[4]
+        self._num_blocks, self._block_size = pool.num_blocks, pool.block_size
         self._buckets = buckets
         self._device = graph_device
         self._batch = StaticBatch(
@@ -78,7 +79,7 @@ class GraphedDecoder:
     def meet(self, device: torch.device) -> None:
         self._decoder.meet(device)
 
-    def forward(self, message: StepMessage, kv: torch.Tensor, draws: Sequence[Draw] = ()) -> Drawn | None:
+    def forward(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw] = ()) -> Drawn | None:
         """As `Decoder.forward`; kv: the pool that the graphs are of."""
         key = self._key_of(message)
         if key is None or key not in self._graphs:

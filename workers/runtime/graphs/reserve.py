@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from workers.config import ScheduleConfig
-from workers.kernels import MAX_LOGIT_ROWS, Draw, StepMessage, pack_step
+from workers.kernels import MAX_LOGIT_ROWS, Draw, PagedCache, StepMessage, pack_step
 from workers.model.decoder import Decoder
 from workers.runtime.graphs.buckets import Buckets
 from workers.runtime.graphs.decoder import GraphedDecoder
@@ -36,7 +34,7 @@ class Reserve:
 
 def measure_reserve(
     decoder: Decoder,
-    make_pool: Callable[[int], torch.Tensor],
+    make_pool: Callable[[int], PagedCache],
     graph_device: GraphDevice,
     schedule: ScheduleConfig,
     *,

@@ -43,6 +43,13 @@ def test_pools_that_do_not() -> None:
         "pools.decode.cache.block_size: groups cannot read each other's blocks: "
         "pools.prefill.cache.block_size is 8; got 32; allowed: 8; give both the same"
     ]
+    assert said({"prefill": {"cache": {"dtype": "int8"}}, "decode": {}}) == [
+        "pools.decode.cache.dtype: groups cannot read each other's blocks: pools.prefill.cache.dtype is "
+        "int8; got auto; allowed: int8; give both the same"
+    ]
+    assert said({"unified": {"cache": {"dtype": "int4"}}}) == [
+        "pools.unified.cache.dtype: not one of the choices; got 'int4'; allowed: auto, int8"
+    ]
     assert said({"prefill": {"cache": {"prefix_reuse": False}}, "decode": {}}) == [
         "pools.prefill.cache.prefix_reuse: groups find each other's blocks by prefix reuse; got false; "
         "allowed: true; or leave out the prefill pool"
@@ -64,8 +71,8 @@ def test_pools_that_do_not() -> None:
         "pools.prefil: unknown key; got 'prefil'; allowed: decode, prefill, unified; did you mean prefill?"
     ]
     assert said({"prefill": {"tensor_parallel": 0}, "decode": {"cache": {"blok_size": 1}}}) == [
-        "pools.decode.cache.blok_size: unknown key; got 'blok_size'; allowed: block_size, max_bytes, "
-        "memory_fraction, num_blocks, prefix_reuse; did you mean block_size?"
+        "pools.decode.cache.blok_size: unknown key; got 'blok_size'; allowed: block_size, dtype, "
+        "max_bytes, memory_fraction, num_blocks, prefix_reuse; did you mean block_size?"
     ]
     assert said({"prefill": {"tensor_parallel": 0}, "decode": {}}) == [
         "pools.prefill.tensor_parallel: out of range; got 0; allowed: at least 1, at most 1024"

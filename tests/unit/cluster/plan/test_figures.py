@@ -6,7 +6,6 @@ from cluster.figures.step_cost import causal_pairs
 from cluster.plan.arithmetic import (
     attended_pairs,
     attended_tokens,
-    int8_kv_bytes_per_token,
     kv_bytes_per_token,
     linear_flop,
     num_parameters,
@@ -63,8 +62,7 @@ def test_keys_and_values(llama: PlannedModel, mistral: PlannedModel, smollm2: Pl
 
 
 def test_int8_keys_and_values_are_half_plus_scales(llama: PlannedModel) -> None:
-    assert int8_kv_bytes_per_token(llama.spec, scale_bytes=0) * 2 == kv_bytes_per_token(llama.spec)
-    assert int8_kv_bytes_per_token(llama.spec) == 262_144 + 2 * 32 * 32 * 2
+    assert kv_bytes_per_token(llama.spec, dtype="int8") == 524_288 // 2 + 2 * 32 * 32 * 2
 
 
 def test_textbook_requests(llama: PlannedModel, mistral: PlannedModel) -> None:

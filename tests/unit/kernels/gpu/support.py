@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.kernels.batches import make_batch, make_pool
 from tests.unit.kernels.gpu.interpreter import DEVICE
-from workers.kernels import StepBatch, TorchKernels
+from workers.kernels import PagedCache, StepBatch, TorchKernels
 
 REFERENCE = TorchKernels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -30,9 +30,9 @@ def on_device(batch: StepBatch) -> StepBatch:
 
 def pool_on_device(
     num_blocks: int, kv_heads: int, block_size: int, dim: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """(num_blocks, kv_heads, 3 layers, 2, block_size, d), noise."""
-    return make_pool(num_blocks, kv_heads, block_size, dim, dtype).to(DEVICE)
+) -> PagedCache:
+    """Three layers of noise; dtype: of its numbers, or int8."""
+    return make_pool(num_blocks, kv_heads, block_size, dim, dtype).clone(DEVICE)
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -43,9 +43,9 @@ def test_paged_attention(
     batch = batch_on_device(mix, block_size, 120)
     pool = pool_on_device(120, kv_heads, block_size, dim, dtype)
     q = noise(batch.positions.shape[0], heads + 1, dim, dtype=dtype)[:, :heads]
-    caches = pool[:, :, 1, 0], pool[:, :, 1, 1]
-    found = GpuKernels(dtype).paged_attention(q, *caches, batch, dim**-0.5, window)
-    assert_close(found, REFERENCE.paged_attention(q, *caches, batch, dim**-0.5, window))
+    cache = pool.layers[1]
+    found = GpuKernels(dtype).paged_attention(q, cache, batch, dim**-0.5, window)
+    assert_close(found, REFERENCE.paged_attention(q, cache, batch, dim**-0.5, window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,34 +53,32 @@ def test_paged_attention(
 def test_other_head_sizes(dtype: torch.dtype, dim: int, block_size: int) -> None:
     batch = batch_on_device([(290, 1), (70, 9)], block_size, 140)
     pool = pool_on_device(140, 2, block_size, dim, dtype)
-    q, caches = noise(10, 6, dim, dtype=dtype), (pool[:, :, 0, 0], pool[:, :, 0, 1])
-    found = GpuKernels(dtype).paged_attention(q, *caches, batch, dim**-0.5, None)
-    assert_close(found, REFERENCE.paged_attention(q, *caches, batch, dim**-0.5, None))
+    q, cache = noise(10, 6, dim, dtype=dtype), pool.layers[0]
+    found = GpuKernels(dtype).paged_attention(q, cache, batch, dim**-0.5, None)
+    assert_close(found, REFERENCE.paged_attention(q, cache, batch, dim**-0.5, None))
 
 
 def test_no_rows() -> None:
     batch, pool = batch_on_device([], 8, 2), pool_on_device(2, 1, 8, 16, torch.float32)
     q = noise(0, 4, 16)
-    assert GpuKernels(torch.float32).paged_attention(
-        q, pool[:, :, 0, 0], pool[:, :, 0, 1], batch, 1.0, None
-    ).shape == (0, 4, 16)
+    assert GpuKernels(torch.float32).paged_attention(q, pool.layers[0], batch, 1.0, None).shape == (0, 4, 16)
 
 
 def test_more_heads_than_a_tile_of_rows() -> None:
     batch, pool = batch_on_device([(0, 3), (20, 1)], 16, 8), pool_on_device(8, 1, 16, 16, torch.float32)
-    q, caches = noise(4, 71, 16), (pool[:, :, 0, 0], pool[:, :, 0, 1])
-    found = GpuKernels(torch.float32).paged_attention(q, *caches, batch, 0.25, None)
-    assert_close(found, REFERENCE.paged_attention(q, *caches, batch, 0.25, None))
+    q, cache = noise(4, 71, 16), pool.layers[0]
+    found = GpuKernels(torch.float32).paged_attention(q, cache, batch, 0.25, None)
+    assert_close(found, REFERENCE.paged_attention(q, cache, batch, 0.25, None))
 
 
 @pytest.mark.parametrize("window", [None, 700])
 def test_a_long_context(window: int | None) -> None:
     batch = batch_on_device([(2300, 1), (2100, 3), (10, 1)], 32, 150)
     pool = pool_on_device(150, 1, 32, 64, torch.bfloat16)
-    q, caches = noise(5, 3, 64, dtype=torch.bfloat16), (pool[:, :, 2, 0], pool[:, :, 2, 1])
+    q, cache = noise(5, 3, 64, dtype=torch.bfloat16), pool.layers[2]
     assert shape_of(q, 1, 3, batch.max_context_len).has_parts
-    found = GpuKernels(torch.bfloat16).paged_attention(q, *caches, batch, 0.125, window)
-    assert_close(found, REFERENCE.paged_attention(q, *caches, batch, 0.125, window))
+    found = GpuKernels(torch.bfloat16).paged_attention(q, cache, batch, 0.125, window)
+    assert_close(found, REFERENCE.paged_attention(q, cache, batch, 0.125, window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,23 +87,23 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype, wind
     """The mixed batch goes through registers, a row alone through memory, its context in three splits."""
     batch = batch_on_device([(600, 1), (513, 4), (0, 110), (255, 2), (3, 1)], 16, 120)
     pool = pool_on_device(120, 1, 16, 32, dtype)
-    q, caches = noise(118, 3, 32, dtype=dtype), (pool[:, :, 0, 0], pool[:, :, 0, 1])
+    q, cache = noise(118, 3, 32, dtype=dtype), pool.layers[0]
     own = GpuKernels(dtype)
     assert not shape_of(q, 1, 5, batch.max_context_len).has_parts
-    together = own.paged_attention(q, *caches, batch, 0.125, window)
+    together = own.paged_attention(q, cache, batch, 0.125, window)
     for sequence in range(5):
         single, rows = alone(batch, sequence)
-        assert torch.equal(own.paged_attention(q[rows], *caches, single, 0.125, window), together[rows])
+        assert torch.equal(own.paged_attention(q[rows], cache, single, 0.125, window), together[rows])
 
 
 def test_what_is_past_the_context_does_not_count() -> None:
     batch = batch_on_device([(20, 1), (3, 2)], 16, 4)
     pool = pool_on_device(4, 1, 16, 64, torch.bfloat16)
-    q, caches = noise(3, 2, 64, dtype=torch.bfloat16), (pool[:, :, 0, 0], pool[:, :, 0, 1])
-    wanted = GpuKernels(torch.bfloat16).paged_attention(q, *caches, batch, 0.125, None)
+    q, cache = noise(3, 2, 64, dtype=torch.bfloat16), pool.layers[0]
+    wanted = GpuKernels(torch.bfloat16).paged_attention(q, cache, batch, 0.125, None)
     for sequence, last in ((0, 21), (1, 5)):
-        pool[batch.block_tables[sequence, last // 16].long(), :, :, :, last % 16 :] = torch.nan
-    assert torch.equal(GpuKernels(torch.bfloat16).paged_attention(q, *caches, batch, 0.125, None), wanted)
+        pool.numbers[batch.block_tables[sequence, last // 16].long(), :, :, :, last % 16 :] = torch.nan
+    assert torch.equal(GpuKernels(torch.bfloat16).paged_attention(q, cache, batch, 0.125, None), wanted)
     assert bool(wanted.isfinite().all())
 
 
@@ -116,6 +114,18 @@ def test_trees_of_guesses_are_left_to_torch() -> None:
     )  # fmt: skip
     batch = on_device(batch_of(message, 8, 1))
     pool, q = pool_on_device(1, 1, 8, 16, torch.float32), noise(3, 2, 16)
-    caches = pool[:, :, 0, 0], pool[:, :, 0, 1]
-    found = GpuKernels(torch.float32).paged_attention(q, *caches, batch, 0.25, None)
-    assert torch.equal(found, REFERENCE.paged_attention(q, *caches, batch, 0.25, None))
+    cache = pool.layers[0]
+    found = GpuKernels(torch.float32).paged_attention(q, cache, batch, 0.25, None)
+    assert torch.equal(found, REFERENCE.paged_attention(q, cache, batch, 0.25, None))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_pages(dtype: torch.dtype, window: int | None) -> None:
+    batch, cache = (
+        batch_on_device([(290, 1), (70, 9)], 16, 40),
+        pool_on_device(40, 2, 16, 64, torch.int8).layers[1],
+    )
+    q = noise(10, 6, 64, dtype=dtype)
+    found = GpuKernels(dtype).paged_attention(q, cache, batch, 0.125, window)
+    assert_close(found, REFERENCE.paged_attention(q, cache, batch, 0.125, window))

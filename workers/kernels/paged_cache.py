@@ -1,0 +1,160 @@
+"""The paged KV pool of one rank as kernels see it: keys and values as the model computes them, or as int8.
+
+A block has a page for every (KV head, layer, K or V), heads outermost: a range of heads over all layers is
+one contiguous run. A page has a row of head_dim numbers for each of its block_size tokens. An int8 page has
+the codes of all its rows, then their scales, a float16 each: value = code * scale.
+
+A row's codes depend on its own numbers alone: the same token has the same bytes however its prompt was cut,
+and wherever they were copied to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from workers.kv_format import check_pages, row_bytes
+
+MAX_CODE = 127
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheForm:
+    """What decides the bytes of a block of one rank."""
+
+    num_kv_heads: int  # of the rank
+    num_layers: int
+    block_size: int  # tokens
+    head_dim: int
+    dtype: torch.dtype  # of the model, or int8
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for int8 pages whose scales would lie at odd addresses."""
+        check_pages(self.head_dim, self.block_size, self.name)
+
+    @property
+    def name(self) -> str:
+        """Of the dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def page_bytes(self) -> int:
+        return self.block_size * row_bytes(self.head_dim, self.name)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_kv_heads * self.num_layers * 2 * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCache:
+    """Keys and values of one layer: views of the pool. Both are of one dtype and lie alike."""
+
+    keys: torch.Tensor  # (num_blocks, kv_heads, block_size, head_dim), dense last two axes; int8: codes
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None  # (num_blocks, kv_heads, block_size) float16, behind the codes
+    value_scales: torch.Tensor | None = None  # with int8 both, else neither
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.key_scales is not None
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of keys and of values; None where they are not int8."""
+        if self.key_scales is None or self.value_scales is None:
+            return None
+        return self.key_scales, self.value_scales
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[2]
+
+
+class PagedCache:
+    """All blocks of a rank. Holds the memory it is given, copies nothing."""
+
+    def __init__(self, memory: torch.Tensor, form: CacheForm) -> None:
+        """memory: (num_blocks, block_bytes) uint8, contiguous. Raises ValueError for another size."""
+        if memory.dim() != 2 or memory.shape[1] != form.block_bytes or not memory.is_contiguous():
+            raise ValueError(f"memory {tuple(memory.shape)} for blocks of {form.block_bytes} bytes")
+        self.memory = memory
+        self.form = form
+        shape = (memory.shape[0], form.num_kv_heads, form.num_layers, 2)
+        pages = memory.view(*shape, form.page_bytes)
+        num_bytes = form.block_size * form.head_dim * form.dtype.itemsize
+        # Both (num_blocks, kv_heads, layers, 2, block_size), the numbers with head_dim behind it.
+        self.numbers = pages[..., :num_bytes].view(form.dtype).view(*shape, form.block_size, form.head_dim)
+        self.scales = pages[..., num_bytes:].view(torch.float16) if form.dtype == torch.int8 else None
+        self.layers = tuple(self._layer(index) for index in range(form.num_layers))
+
+    @staticmethod
+    def zeros(num_blocks: int, form: CacheForm) -> PagedCache:
+        """In new memory of the host."""
+        return PagedCache(torch.zeros(num_blocks, form.block_bytes, dtype=torch.uint8), form)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.memory.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.form.block_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    def clone(self, device: torch.device | None = None) -> PagedCache:
+        """With memory of its own, on another device where one is named."""
+        return PagedCache(self.memory.to(device or self.device, copy=True), self.form)
+
+    def move_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies keys and values of the slots (block * block_size + offset) `sources`, all at once, to
+        `targets`: of all heads and layers."""
+        for rows in (self.numbers, self.scales):
+            if rows is not None:
+                moved = rows[self._at(sources)]
+                rows[self._at(targets)] = moved
+
+    def _at(self, slots: torch.Tensor) -> tuple[torch.Tensor | slice, ...]:
+        everything = slice(None)
+        size = self.block_size
+        return (slots // size, everything, everything, everything, slots % size)
+
+    def _layer(self, index: int) -> LayerCache:
+        numbers = self.numbers[:, :, index]
+        if self.scales is None:
+            return LayerCache(keys=numbers[:, :, 0], values=numbers[:, :, 1])
+        scales = self.scales[:, :, index]
+        return LayerCache(
+            keys=numbers[:, :, 0],
+            values=numbers[:, :, 1],
+            key_scales=scales[:, :, 0],
+            value_scales=scales[:, :, 1],
+        )
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., d) as codes (..., d) int8 and scales (...) float16, with codes * scales next to x.
+
+    A scale is max|x| / 127, rounded up, so that no code is beyond 127; codes are rounded half to even. Zeros
+    have the scale 0. Where a number is not finite, or beyond 127 * 65504, the scale is NaN: that shows in
+    whatever is computed from the row.
+    """
+    wide = x.float()
+    wanted = wide.abs().amax(-1) / MAX_CODE
+    scales = wanted.half()
+    up = (scales.float() < wanted).to(torch.int16)  # patterns of numbers that are not negative ascend
+    scales = (scales.view(torch.int16) + up).view(torch.float16)
+    scales = scales.masked_fill(~scales.isfinite(), math.nan)
+    steps = scales.float()[..., None]
+    codes = torch.where(steps > 0, wide / steps, 0.0).round()
+    return codes.to(torch.int8), scales
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """(..., d) float32."""
+    return codes.float() * scales.float()[..., None]
