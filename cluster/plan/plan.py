@@ -249,6 +249,10 @@ def _notes(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> l
             f"Keys and values in 8 bits (--kv-dtype int8) would take "
             f"{kv_bytes_per_token(model.spec, dtype=INT8):,} B a token."
         )
-    if any(window is not None and window < shape.context for window in model.spec.sliding_window):
-        notes.append("A sliding window bounds what is read; blocks beyond it are kept all the same.")
+    windows = [window for window in model.spec.sliding_window if window is not None]
+    if windows and min(windows) < shape.context:
+        beyond = "are kept for the layers without one"
+        if model.spec.longest_window is not None:
+            beyond = "go back while a request runs, which the number of requests does not count on"
+        notes.append(f"A sliding window bounds what is read; blocks beyond it {beyond}.")
     return notes

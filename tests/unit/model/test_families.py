@@ -148,3 +148,58 @@ def test_runs_of_heads_cover_a_tensor_once() -> None:
             for row in s
         }
         assert seen == set(range(rows))
+
+
+_PYTHIA = {"vocab_size": 50304, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+_FALCON = {"vocab_size": 65024, "num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "parameters"),
+    [
+        # Gemma 2 2B, Gemma 3 1B, Phi-3 mini, OLMo 2 7B, StarCoder2 3B, Pythia 160M, Falcon 7B and 40B.
+        (
+            "gemma2",
+            {"vocab_size": 256000, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8}
+            | {"num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216},
+            2_614_341_888,
+        ),
+        (
+            "gemma3_text",
+            {"vocab_size": 262144, "hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4}
+            | {"num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912},
+            999_885_952,
+        ),
+        (
+            "phi3",
+            {"vocab_size": 32064, "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32}
+            | {"num_key_value_heads": 32, "intermediate_size": 8192},
+            3_821_079_552,
+        ),
+        (
+            "olmo2",
+            {"vocab_size": 100352, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+            | {"num_key_value_heads": 32, "intermediate_size": 11008},
+            7_298_617_344,
+        ),
+        (
+            "starcoder2",
+            {"vocab_size": 49152, "hidden_size": 3072, "num_hidden_layers": 30, "num_attention_heads": 24}
+            | {"num_key_value_heads": 2, "intermediate_size": 12288},
+            3_030_371_328,
+        ),
+        ("gpt_neox", {**_PYTHIA, "intermediate_size": 3072}, 162_322_944),
+        ("falcon", _FALCON, 6_921_720_704),
+        (
+            "falcon",
+            {**_FALCON, "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128}
+            | {"new_decoder_architecture": True, "num_kv_heads": 8},
+            41_303_293_952,
+        ),
+    ],
+)
+def test_published_sizes(model_type: str, config: dict[str, object], parameters: int) -> None:
+    found = spec(model_type, **config)
+    total = sum(math.prod(shape) for shape in expected_tensors(found).values())
+    head = found.vocab_size * found.hidden_size
+    assert total - (head if found.tie_word_embeddings else 0) == parameters
