@@ -91,6 +91,10 @@ bench-http: install  ## the whole path beside the engine alone, and each process
 bench-simulation: install  ## two groups under TRACE=file (Mooncake's form), and `tandem simulate` beside them
 	$(BIN)/python -m benchmarks.simulation $(TRACE)
 
+.PHONY: gpu-check
+gpu-check:  ## the engine on a GPU, checked and measured in 8 minutes, see docs/gpu.md (DRY=1: tiny, on the CPU)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check $(if $(DRY),--dry) $(ARGS)
+
 .PHONY: clean
 clean:  ## remove the environment and caches of tools (the model stays in ~/.cache/tandem)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

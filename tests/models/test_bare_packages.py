@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_check.findings import Kind, read
+from benchmarks.gpu_check.settings import Settings
 from tests.models import checkpoints
 from tests.models.toy_tokenizers import byte_tokenizer
 
@@ -39,10 +41,11 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
 
-def run_bare(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_bare(module: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", _PROGRAM, module, *arguments],
         cwd=ROOT,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=90,
@@ -59,6 +62,20 @@ def test_the_hidden_are_absent() -> None:
         check=False,
     )
     assert "No module named 'pydantic'" in done.stderr
+
+
+def test_a_model_of_the_gpu_check(tmp_path: Path) -> None:
+    """On the CPU: our tokens and logits beside transformers', then the speed."""
+    settings = Settings(is_dry=True, folder=str(tmp_path))
+    done = run_bare("benchmarks.gpu_check.part", "llama", stdin=settings.to_json())
+    assert done.returncode == 0, done.stderr
+    findings = read(done.stdout.splitlines())
+    checks = [each for each in findings if each.kind is Kind.CHECK]
+    assert [each.name for each in checks] == [f"llama: 6 tokens after {length}" for length in (1, 17, 40)]
+    assert [each for each in checks if not each.is_met] == []
+    figures = {each.name for each in findings if each.kind is Kind.FIGURE}
+    assert figures == {"llama: pool", "roofs", "decode b1", "decode b3", "prefill 32", "prefill 64"}
+    assert findings[-1].kind is Kind.END
 
 
 def test_generate(tmp_path_factory: pytest.TempPathFactory) -> None:

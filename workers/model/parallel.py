@@ -50,12 +50,15 @@ class TensorParallel:
             return self.shared.gather_columns(x, widths, kept.take(x.shape[0]) if self.rank == 0 else None)
         widest = max(widths)
         padded = F.pad(x, (0, widest - x.shape[1])).contiguous()
+        if not self.is_recordable:
+            padded = padded.cpu()  # gloo gathers there alone
         if self.rank != 0:
             dist.gather(padded, None, dst=0)
             return None
         parts = [torch.empty_like(padded) for _ in widths]
         dist.gather(padded, parts, dst=0)
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        whole = torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        return whole.to(x.device)
 
 
 class VocabParallelEmbedding:

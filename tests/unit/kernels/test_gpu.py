@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.kernels.gpu.interpreter import can_run
+from workers.kernels.gpu.interpreter import can_run
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.unit.kernels.gpu.interpreter import can_run, is_interpreter, mend
+from workers.kernels.gpu.interpreter import can_run, is_interpreter, mend
 
 collect_ignore_glob = [] if can_run() else ["test_*.py"]
 if is_interpreter():

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from tests.unit.kernels.batches import make_batch, make_pool
-from tests.unit.kernels.gpu.interpreter import DEVICE
 from workers.kernels import PagedCache, StepBatch, TorchKernels
+from workers.kernels.gpu.interpreter import DEVICE
 
 REFERENCE = TorchKernels()
 DTYPES = [torch.float32, torch.bfloat16]

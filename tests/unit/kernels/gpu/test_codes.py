@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.unit.kernels.gpu.interpreter import DEVICE
 from tests.unit.kernels.gpu.support import DTYPES, assert_close, batch_on_device, noise
 from workers.kernels.gpu.attention import paged_attention
+from workers.kernels.gpu.interpreter import DEVICE
 from workers.kernels.gpu.rotary import rotary_and_write
 
 MIX = [(5, 1), (0, 9), (290, 3)]

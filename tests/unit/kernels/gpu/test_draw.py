@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.unit.kernels.gpu.interpreter import DEVICE
 from tests.unit.kernels.gpu.support import REFERENCE, noise
 from workers.kernels import NOT_FINITE, Draw
+from workers.kernels.gpu.interpreter import DEVICE
 from workers.kernels.gpu.kernels import GpuKernels
 from workers.kernels.gpu.philox import uniforms
 from workers.runtime.philox import uniform

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from tests.unit.kernels.gpu.interpreter import DEVICE
 from tests.unit.kernels.gpu.support import (
     DTYPES,
     REFERENCE,
@@ -17,6 +16,7 @@ from tests.unit.kernels.gpu.support import (
     pool_on_device,
 )
 from workers.kernels import LayerCache
+from workers.kernels.gpu.interpreter import DEVICE
 from workers.kernels.gpu.kernels import GpuKernels
 
 MIXES = [[], [(0, 1)], [(5, 1), (0, 9), (40, 3), (3, 1)]]

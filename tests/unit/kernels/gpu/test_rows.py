@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.kernels.gpu.interpreter import DEVICE
 from tests.unit.kernels.gpu.support import DTYPES, REFERENCE, assert_close, noise
 from workers.kernels.gpu.activation import GELU, GELU_TANH, gated
 from workers.kernels.gpu.blocks import gather_blocks, scatter_blocks
+from workers.kernels.gpu.interpreter import DEVICE
 from workers.kernels.gpu.kernels import GpuKernels
 
 pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)

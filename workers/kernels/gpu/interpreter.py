@@ -1,9 +1,9 @@
-"""Where the Triton kernels are tested: on the CUDA device where there is one, else in Triton's interpreter.
+"""The Triton kernels without a GPU: in Triton's interpreter, mended where numpy is not the hardware.
 
 The interpreter runs a kernel operation by operation in numpy. It is chosen by an environment variable that is
 read when a function of Triton is defined, so for a process that has it from the start:
-`tests.unit.kernels.test_gpu` starts one. Any other process collects no test of this folder. By hand:
-TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/gpu
+`tests.unit.kernels.test_gpu` starts one, and so does the dry run of `benchmarks.gpu_check`. Any other process
+does not collect the tests of the kernels. By hand: TRITON_INTERPRET=1 python -m pytest tests/unit/kernels/gpu
 
 numpy has no bfloat16: the interpreter keeps its bits in uint16, cuts them off instead of rounding, makes them
 of integers as if they were uint16, and multiplies them as integers in `dot`. Those operations are replaced by
@@ -42,7 +42,7 @@ def mend() -> None:
     """Replaces what numpy cannot do; once, before the first kernel runs."""
     plain_cast, plain_patch = InterpreterBuilder.cast_impl, interpreter._patch_lang_tensor
 
-    def wide(handle: TensorHandle) -> np.ndarray:
+    def wide(handle: TensorHandle):  # -> array
         """As numbers that numpy can compute with."""
         if handle.dtype.scalar != tl.bfloat16:
             return handle.data
