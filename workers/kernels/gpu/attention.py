@@ -94,9 +94,10 @@ def paged_attention(
     group, width = heads // kv_heads, width_of(dim)
     has_window, has_cap = sliding_window is not None, soft_cap is not None
     constants = (*(group, dim, width, keys.shape[2], shape.rows, shape.tile, SPLIT, has_window, has_cap),)
-    # Registers: codes are held twice for a while. Shared memory: float32 has none left for a second stage.
-    row_bytes = width * q.element_size() * (1 if scales is None else 2)
-    num_warps, num_stages = (4 if row_bytes <= 256 else 8), (2 if q.element_size() == 2 else 1)
+    num_warps = (
+        4 if width * q.element_size() <= 256 else 8
+    )  # as many as the registers of a row of values take
+    num_stages = 2 if q.element_size() == 2 else 1  # float32 has no shared memory for a second one
     if not shape.has_parts:
         attend[(shape.query_tiles, kv_heads)](
             *(*inputs, out, None, None, None, *constants), num_warps=num_warps, num_stages=num_stages

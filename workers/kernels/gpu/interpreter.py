@@ -10,8 +10,9 @@ of integers as if they were uint16, and multiplies them as integers in `dot`. Th
 what the hardware does:
 
 - conversions round to nearest, halves to even;
-- a product of tiles adds up in float64 and is rounded to float32 once, then added to the sum before it. So it
-  does not depend on the shape of the tiles either, as on the hardware, where BLAS would.
+- a product of tiles goes on in steps of 16 elements, as that of matrix units: a step adds up in float64 and
+  is rounded to float32 once, then added to the sum before it. So it does not depend on the shape of the tiles
+  either, where BLAS would.
 
 And a number of a kernel, to the interpreter an array of one, no longer is an index for numpy 2.4.
 """
@@ -27,6 +28,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_STEP = 16
 
 
 def can_run() -> bool:
@@ -64,8 +66,11 @@ def mend() -> None:
         precision: object,
         imprecise: object,
     ) -> TensorHandle:
-        product = np.matmul(wide(left).astype(np.float64), wide(right).astype(np.float64))
-        return TensorHandle(product.astype(total.data.dtype) + total.data, total.dtype.scalar)
+        a, b, found = wide(left).astype(np.float64), wide(right).astype(np.float64), total.data
+        for at in range(0, a.shape[-1], _STEP):
+            step = np.matmul(a[..., at : at + _STEP], b[..., at : at + _STEP, :])
+            found = found + step.astype(total.data.dtype)
+        return TensorHandle(found, total.dtype.scalar)
 
     def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
         plain_patch(tensor, scope)

@@ -1,9 +1,9 @@
 """Products with the weight of a linear layer, in the dtype of the model or in int8.
 
-Every output is one sum over the inputs in order, in float32 steps of the matrix units, never split: so it has
-the same bits for any number of rows. cuBLAS chooses another order for another batch size. Tiles of outputs
-are chosen by the number of rows; that moves no sum. int8 codes go into the product as they are, exact in
-bfloat16, and the scale of an output multiplies its sum.
+Every output is one sum over the inputs in order, in the steps of the matrix units (16 inputs of bfloat16),
+never split: so it has the same bits for any number of rows. cuBLAS takes another order for another batch
+size. Tiles are chosen by the number of rows: they decide which program has an output, not how it is summed.
+int8 codes go into the product as they are, exact in bfloat16, and the scale of an output multiplies its sum.
 
 The torch form is `reference` below.
 """
@@ -22,25 +22,33 @@ from workers.kernels.quantized import QuantizedWeight
 
 
 class Tiles(NamedTuple):
-    """Of one launch: a program has rows x columns outputs."""
+    """Of one launch: a program has rows x columns outputs and goes through the inputs in steps."""
 
-    rows: int
+    rows: int  # a multiple of 64, what the matrix units of Hopper take
     columns: int
+    inputs: int
     num_warps: int
     num_stages: int
 
 
-INPUTS = 64  # of a step: the same in all tiles
-_FEW_ROWS = 64
-FEW = Tiles(rows=64, columns=32, num_warps=4, num_stages=5)  # decode: many small streams of weights
-MANY = Tiles(rows=128, columns=128, num_warps=8, num_stages=3)
+# Decode reads weights and little else: many programs, and what each has under way fills the memory's latency.
+_FEW = Tiles(rows=64, columns=32, inputs=128, num_warps=4, num_stages=4)
+_SOME = Tiles(rows=64, columns=128, inputs=64, num_warps=4, num_stages=4)
+_MANY = Tiles(rows=128, columns=256, inputs=64, num_warps=8, num_stages=3)
+_WIDE = 16384  # outputs from which decode has programs enough with twice the columns
 _SWIZZLE = 8  # tiles of rows that go through the weights together, so that these are in L2
 
 
-def tiles_of(rows: int, itemsize: int) -> Tiles:
-    """For a product of so many rows; itemsize: of a weight as the matrix units take it."""
-    tiles = FEW if rows <= _FEW_ROWS else MANY
-    return tiles._replace(num_stages=2) if itemsize == 4 else tiles
+def tiles_of(rows: int, columns: int, x: torch.dtype, weight: torch.dtype) -> Tiles:
+    """For a product of so many rows with so many columns."""
+    if x == torch.float32:  # takes all registers, and no second stage fits
+        return Tiles(rows=64, columns=32, inputs=64, num_warps=4, num_stages=2)
+    if rows > 512:
+        return _MANY
+    if rows > 64:
+        return _SOME
+    stages = 6 if weight == torch.int8 else 4
+    return _FEW._replace(columns=64 if columns >= _WIDE else 32, num_stages=stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +67,12 @@ class GpuLinear:
         rows = dense_rows(x)
         out = torch.empty((*x.shape[:-1], out_features), dtype=self.out_dtype, device=x.device)
         if out.numel():
-            num_rows, tiles = rows.shape[0], tiles_of(rows.shape[0], x.element_size())
+            num_rows = rows.shape[0]
+            tiles = tiles_of(num_rows, out_features, x.dtype, self.weight.dtype)
             _product[grid_of(num_rows, out_features, tiles)](
                 *(rows, self.weight, self.scales, self.bias, out, num_rows, out_features, in_features),
-                *(rows.stride(0), self.weight.stride(0), tiles.rows, tiles.columns, INPUTS, _SWIZZLE),
-                in_features % INPUTS == 0,
+                *(rows.stride(0), self.weight.stride(0)),
+                *(tiles.rows, tiles.columns, tiles.inputs, _SWIZZLE, in_features % tiles.inputs == 0),
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
             )
@@ -131,16 +140,18 @@ def _product(
     first_row, first_column = place_of(rows, columns, ROWS, COLUMNS, SWIZZLE)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     step = tl.arange(0, INPUTS)
-    # Rows and columns past the end read others again, and are not stored: no masks in the loop.
-    x_place = x + (row % rows).to(tl.int64)[:, None] * row_stride + step[None, :]
+    is_row = (row < rows)[:, None]
+    # Columns past the end read others again, and are not stored.
+    x_place = x + row.to(tl.int64)[:, None] * row_stride + step[None, :]
     weight_place = weight + (column % columns).to(tl.int64)[None, :] * weight_stride + step[:, None]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, inputs, INPUTS):
         if IS_WHOLE:
-            left, right = tl.load(x_place + start), tl.load(weight_place + start)
+            left = tl.load(x_place + start, mask=is_row, other=0.0)
+            right = tl.load(weight_place + start)
         else:
             is_input = start + step < inputs
-            left = tl.load(x_place + start, mask=is_input[None, :], other=0.0)
+            left = tl.load(x_place + start, mask=is_row & is_input[None, :], other=0.0)
             right = tl.load(weight_place + start, mask=is_input[:, None], other=0)
         sums = tl.dot(left, right.to(left.dtype), sums, input_precision="tf32x3")
     store_sums(sums, scales, bias, out, row, column, rows, columns)

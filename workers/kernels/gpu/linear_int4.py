@@ -15,14 +15,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from workers.kernels.gpu.linear import FEW, INPUTS, Tiles, dense_rows, grid_of, place_of, store_sums
+from workers.kernels.gpu.linear import Tiles, dense_rows, grid_of, place_of, store_sums
 from workers.kernels.quantized import GROUP, QuantizedWeight
 
-_MANY = Tiles(rows=128, columns=64, num_warps=8, num_stages=3)
+_STEP = 2 * GROUP  # inputs
+_FEW = Tiles(rows=64, columns=32, inputs=_STEP, num_warps=4, num_stages=8)
+_MANY = Tiles(rows=128, columns=64, inputs=_STEP, num_warps=8, num_stages=3)
 _FEW_ROWS = 64
 _SWIZZLE = 8
-
-assert INPUTS == 2 * GROUP, "a step holds two groups"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class GpuLinearInt4:
         out = torch.empty((*x.shape[:-1], out_features), dtype=self.out_dtype, device=x.device)
         if out.numel():
             num_rows = rows.shape[0]
-            tiles = FEW if num_rows <= _FEW_ROWS else _MANY
+            tiles = _FEW if num_rows <= _FEW_ROWS else _MANY
             _product[grid_of(num_rows, out_features, tiles)](
                 *(rows, self.packed, self.scales, self.minima, self.bias, out),
                 *(num_rows, out_features, self.in_features),
@@ -60,7 +60,7 @@ def pack_int4(weight: QuantizedWeight, bias: torch.Tensor | None, out_dtype: tor
     """Two codes a byte; inputs are filled up to whole steps with weights of 0."""
     assert weight.minima is not None, "int8 codes"
     out_features, in_features = weight.codes.shape
-    codes = F.pad(weight.codes, (0, -in_features % INPUTS)).view(out_features, -1, 2, GROUP)
+    codes = F.pad(weight.codes, (0, -in_features % _STEP)).view(out_features, -1, 2, GROUP)
     groups = codes.shape[1] * 2
     missing = (0, groups - weight.scales.shape[1])
     return GpuLinearInt4(
@@ -96,7 +96,8 @@ def _product(
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     step = tl.arange(0, GROUP)
     real_column = (column % columns).to(tl.int64)
-    x_place = x + (row % rows).to(tl.int64)[:, None] * row_stride
+    is_row = (row < rows)[:, None]
+    x_place = x + row.to(tl.int64)[:, None] * row_stride
     packed_place = packed + real_column[None, :] * packed_stride + step[:, None]
     scale_place, minimum_place = scales + real_column * group_stride, minima + real_column * group_stride
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -104,7 +105,7 @@ def _product(
         codes = tl.load(packed_place + start // 2)
         for half in tl.static_range(2):
             at = start + half * GROUP + step
-            left = tl.load(x_place + at[None, :], mask=(at < inputs)[None, :], other=0.0)
+            left = tl.load(x_place + at[None, :], mask=is_row & (at < inputs)[None, :], other=0.0)
             group = start // GROUP + half
             scale = tl.load(scale_place + group).to(tl.float32)[None, :]
             minimum = tl.load(minimum_place + group).to(tl.float32)[None, :]

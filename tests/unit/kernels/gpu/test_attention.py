@@ -25,7 +25,7 @@ MIXED = [(0, 40), (129, 1), (30, 17), (0, 1)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("mix", [[(0, 1)], DECODE, MIXED], ids=["first token", "decode", "mixed"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_size"),
@@ -56,6 +56,14 @@ def test_other_head_sizes(dtype: torch.dtype, dim: int, block_size: int) -> None
     q, cache = noise(10, 6, dim, dtype=dtype), pool.layers[0]
     found = GpuKernels(dtype).paged_attention(q, cache, batch, dim**-0.5, None)
     assert_close(found, REFERENCE.paged_attention(q, cache, batch, dim**-0.5, None))
+
+
+def test_a_window_of_one_position_gives_its_value() -> None:
+    batch, pool = batch_on_device([(0, 5), (70, 2)], 8, 20), pool_on_device(20, 2, 8, 32, torch.bfloat16)
+    q, cache = noise(7, 6, 32, dtype=torch.bfloat16), pool.layers[0]
+    found = GpuKernels(torch.bfloat16).paged_attention(q, cache, batch, 0.2, 1)
+    values = cache.values[batch.slots // 8, :, batch.slots % 8]  # (7, kv_heads, d)
+    assert torch.equal(found, values.repeat_interleave(3, dim=1))
 
 
 def test_no_rows() -> None:

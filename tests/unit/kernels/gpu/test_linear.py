@@ -50,11 +50,11 @@ def test_quantized(
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     dtype: torch.dtype, quantization: Quantization
 ) -> None:
-    """More than 64 rows take other tiles."""
+    """More than 64 rows, and more than 512, take other tiles."""
     linear = GpuKernels(dtype).pack_linear(noise(80, 320, dtype=dtype, seed=1), None, None, quantization)
-    x = noise(70, 320, dtype=dtype)
+    x = noise(520, 320, dtype=dtype)
     together = linear(x)
-    for rows in (slice(0, 1), slice(33, 35), slice(69, 70), slice(3, 67)):
+    for rows in (slice(0, 1), slice(33, 35), slice(519, 520), slice(3, 67), slice(200, 300)):
         assert torch.equal(linear(x[rows]), together[rows])
 
 
