@@ -62,7 +62,9 @@ def build_batch(
         positions = depths(arrays.parents, lens) + starts[sequence]
 
     def tensor(values: np.ndarray[tuple[int, ...], np.dtype[np.int32 | np.int64]]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
+        found = torch.from_numpy(values)
+        # From pinned memory the copy need not be waited for; torch keeps it until then.
+        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
     return StepBatch(
         token_ids=tensor(arrays.token_ids.astype(np.int64)),

@@ -28,6 +28,7 @@ class Rotary:
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
         self._spec = spec
         self._frequencies = frequencies(spec).to(device)  # (dim / 2,), up to the trained length
+        self._exponents = _exponents(spec.dim).to(device)  # here: a step that is recorded copies nothing
         self._long_frequencies: torch.Tensor | None = None  # LONGROPE: beyond it
         if spec.kind is RotaryKind.LONGROPE:
             self._long_frequencies = _divided(spec, spec.long_factors).to(device)
@@ -66,7 +67,7 @@ class Rotary:
         lengths = lengths[:, None]
         beyond = self._long_frequencies
         if beyond is None:
-            beyond = dynamic_frequencies(self._spec, lengths)
+            beyond = dynamic_frequencies(self._spec, lengths, self._exponents)
         return torch.where(lengths <= self._spec.trained_positions, self._frequencies, beyond)
 
 
@@ -84,11 +85,11 @@ def frequencies(spec: RotarySpec) -> torch.Tensor:
     return plain
 
 
-def dynamic_frequencies(spec: RotarySpec, lengths: torch.Tensor) -> torch.Tensor:
-    """NTK-aware frequencies for contexts of `lengths` (T, 1) tokens: (T, dim / 2)."""
+def dynamic_frequencies(spec: RotarySpec, lengths: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """NTK-aware frequencies for contexts of `lengths` (T, 1) tokens: (T, dim / 2). exponents: 2 i / dim."""
     stretch = spec.factor * lengths / spec.trained_positions - (spec.factor - 1)
     base = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
-    return 1.0 / (base ** _exponents(spec.dim).to(lengths.device))
+    return 1.0 / (base**exponents)
 
 
 def _divided(spec: RotarySpec, factors: tuple[float, ...]) -> torch.Tensor:

@@ -75,8 +75,8 @@ def device_id(device: torch.device) -> str:
 
 
 def agree_on_identity(by_rank: dict[int, Facts]) -> Facts:
-    """Number of ranks on each machine, and how they reach each other. Raises GroupFailed naming the ranks and
-    values that differ."""
+    """Number of ranks on each machine and each GPU, and how they reach each other. Raises GroupFailed naming
+    the ranks and values that differ."""
     differences = []
     for name in by_rank[0]:
         values = {rank: facts.get(name) for rank, facts in by_rank.items()}
@@ -94,12 +94,18 @@ def agree_on_identity(by_rank: dict[int, Facts]) -> Facts:
     # NCCL has one rank a GPU.
     has_own_gpus = kinds == {"cuda"} and len(set(devices)) == len(devices)
     counts: dict[str, str | int] = {machine: machines.count(machine) for machine in machines}
+    counts |= {device: devices.count(device) for device in devices if device != "cpu"}
     return counts | {_COLLECTIVES: "nccl" if has_own_gpus else "gloo"}
 
 
 def num_ranks_here(agreed: Facts) -> int:
     """Of the answer of `agree_on_identity`: ranks on this machine."""
     return int(agreed[machine_id()])
+
+
+def num_sharers(agreed: Facts, device: torch.device) -> int:
+    """Of the answer of `agree_on_identity`: ranks whose pools take from the same memory as this one's."""
+    return num_ranks_here(agreed) if device.type == "cpu" else int(agreed[device_id(device)])
 
 
 def collectives_of(agreed: Facts) -> str:

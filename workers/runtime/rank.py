@@ -40,6 +40,7 @@ from workers.runtime.agreement import (
     memory_facts,
     num_blocks_of,
     num_ranks_here,
+    num_sharers,
 )
 from workers.runtime.executor import GroupExecutor, LocalExecutor
 from workers.runtime.follower_link import FollowerLink
@@ -172,7 +173,7 @@ class Leader:
         model = self._model
         decoder = model.load(TensorParallel(), ranks_on_machine=1)
         heads = model.draft_heads(decoder)
-        num_blocks = model.measure_blocks(decoder, ranks_on_machine=1)
+        num_blocks = model.measure_blocks(decoder, num_sharers=1)
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
         self._executor = LocalExecutor(self._runner, model.draft_model(num_blocks), heads)
@@ -202,7 +203,7 @@ class Leader:
         decoder = model.load(parallel, num_here)
         heads = model.draft_heads(decoder)
         link.agree({}, lambda by_rank: {}, timeout_s=LOAD_TIMEOUT_S)  # then collectives need not wait long
-        measured = memory_facts(model.measure_blocks(decoder, num_here))
+        measured = memory_facts(model.measure_blocks(decoder, num_sharers(agreed, model.device)))
         num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
@@ -297,7 +298,7 @@ class Follower:
                 parallel = replace(parallel, shared=shared)
         decoder = model.load(parallel, num_here)
         link.agree({}, timeout_s=LOAD_TIMEOUT_S)
-        measured = memory_facts(model.measure_blocks(decoder, num_here))
+        measured = memory_facts(model.measure_blocks(decoder, num_sharers(agreed, model.device)))
         num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
         self._runner = model.runner(decoder, num_blocks)
         prepared = prepare(model.facts(num_blocks), self._runner.pool.memory, link)

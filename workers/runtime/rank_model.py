@@ -105,6 +105,8 @@ class RankModel:
     def load(self, parallel: TensorParallel, ranks_on_machine: int) -> Decoder:
         """Reads this rank's slice of the weights, and on rank 0 the draft model's."""
         set_threads(self._config.parallel, ranks_on_machine)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: Triton launches there
         if self._draft is not None:
             form = Quantization(self._draft.quantization(self._config.model.quantization))
             self._draft_decoder = load_decoder(
@@ -119,15 +121,14 @@ class RankModel:
             self._buckets = Buckets(self._max_rows(), self._max_model_len)
         return decoder
 
-    def measure_blocks(self, decoder: Decoder, ranks_on_machine: int) -> int:
+    def measure_blocks(self, decoder: Decoder, num_sharers: int) -> int:
         """Blocks this rank can hold, now that the weights are in, beside what steps take. On GPUs all ranks
-        compute a step for that. Raises PoolTooSmall."""
-        is_host = self.device.type == "cpu"
+        compute a step for that. num_sharers: of its memory. Raises PoolTooSmall."""
         reserve = self._reserve(decoder)
         free = FreeMemory(
             num_bytes=max(0, free_bytes(self.device) - reserve.num_bytes),
-            num_sharers=ranks_on_machine if is_host else 1,
-            is_host=is_host,
+            num_sharers=num_sharers,
+            is_host=self.device.type == "cpu",
         )
         return num_blocks_for(
             self._config.cache,

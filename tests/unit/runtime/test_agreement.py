@@ -145,7 +145,11 @@ def test_machines_are_counted():
 )
 def test_nccl_takes_a_gpu_for_each_rank(devices: tuple[str, str], collectives: str) -> None:
     facts = [{"machine": "m", "device": device} for device in devices]
-    assert collectives_of(agree_on_identity(dict(enumerate(facts)))) == collectives
+    agreed = agree_on_identity(dict(enumerate(facts)))
+    assert collectives_of(agreed) == collectives
+    assert {device: agreed.get(device) for device in set(devices)} == {
+        device: None if device == "cpu" else devices.count(device) for device in devices
+    }
 
 
 def test_ranks_on_different_kinds_of_devices_are_refused() -> None:
