@@ -30,6 +30,13 @@ def choose_device(config: ParallelConfig, rank: int) -> torch.device:
     return torch.device("cuda", rank if torch.cuda.device_count() > rank else 0)
 
 
+def make_current(device: torch.device) -> None:
+    """Makes a GPU the current one of this thread, in which the rank then computes: Triton launches kernels on
+    the current one, whatever their tensors are on. Rank 0 needs it in no thread: device 0 is any thread's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def choose_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise RankConfigError(f"model.dtype {name!r}: must be one of {', '.join(_DTYPES)}")

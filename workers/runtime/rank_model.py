@@ -26,6 +26,7 @@ from workers.runtime.device import (
     choose_dtype,
     choose_kv_dtype,
     choose_quantization,
+    make_current,
     set_threads,
 )
 from workers.runtime.draft_model import DraftRunner
@@ -72,6 +73,7 @@ class RankModel:
         self._rank = rank
         self._size = config.parallel.tensor_parallel
         self.device = choose_device(config.parallel, rank)
+        make_current(self.device)
         self._dtype = choose_dtype(config.model.dtype)
         self._kv_dtype = choose_kv_dtype(config.cache.dtype, self._dtype)
         setting = choose_quantization(config.model.quantization)

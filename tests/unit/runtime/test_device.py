@@ -1,4 +1,4 @@
-"""How many cores a rank may count on."""
+"""Which GPU a rank computes on, and how many cores it may count on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from workers.runtime.device import usable_cores
+from workers.runtime.device import make_current, usable_cores
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -38,3 +39,11 @@ def test_the_affinity_mask_is_honoured(tmp_path: Path) -> None:
         assert usable_cores(tmp_path) == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_a_rank_makes_its_own_gpu_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    make_current(torch.device("cpu"))
+    make_current(torch.device("cuda", 3))
+    assert made == [torch.device("cuda", 3)]
