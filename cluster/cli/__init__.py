@@ -1,38 +1,48 @@
-"""The `tandem` command. One file a group of commands; everything they need comes in as `Services`."""
+"""The `tandem` command: `main` starts it, `cluster.cli.commands` has the commands."""
 
 from __future__ import annotations
 
-import typer
+import os
+import signal
+import sys
+from types import FrameType
 
-from cluster.cli import bench, dashboards, metrics, model
-from cluster.cli.chat import chat
-from cluster.cli.deploy import deploy, down, validate
-from cluster.cli.explain import explain
-from cluster.cli.plan import plan
-from cluster.cli.scale import scale
-from cluster.cli.serve import serve
-from cluster.cli.services import Services
-from cluster.cli.simulate import simulate_command
-from cluster.cli.status import status
-from cluster.cli.version import version
-
-app = typer.Typer(
-    name="tandem",
-    help="Serve language models on Ray: prefix-aware routing, tensor-parallel groups, paged KV.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-for command in (serve, deploy, scale, status, explain, down, chat, validate, plan, version):
-    app.command()(command)
-app.command("simulate")(simulate_command)
-app.add_typer(model.app, name="model")
-app.add_typer(bench.app, name="bench")
-app.add_typer(dashboards.app, name="dashboards")
-app.add_typer(metrics.app, name="metrics")
+_INTERRUPTED = 130
+_FAILED = 1
 
 
 def main() -> None:
-    """Entry point of the installed command."""
-    app(obj=Services())
+    """Entry point of the installed command. However early it is interrupted, and wherever its output goes, it
+    ends with a line and not with a traceback."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else ignored, as of a job in the background
+        signal.signal(signal.SIGINT, _leave)
+    # Here and not above: these imports take seconds on a busy machine, and Ctrl-C may come in them.
+    from cluster.cli.commands import app
+    from cluster.cli.services import Services
+
+    signal.signal(signal.SIGINT, before)
+    try:
+        try:
+            app(obj=Services())
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        _leave(signal.SIGINT, None)
+    except OSError as error:  # commands name every file but this one
+        _give_up_output()
+        print(f"error: standard output: {error.strerror or error}", file=sys.stderr)
+        sys.exit(_FAILED)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Ends a process that has started nothing yet."""
+    os.write(2, b"error: interrupted\n")
+    os._exit(_INTERRUPTED)
+
+
+def _give_up_output() -> None:
+    """What is still buffered goes nowhere, or the interpreter would fail on it once more at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

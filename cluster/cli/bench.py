@@ -18,8 +18,9 @@ from cluster.bench.report import write_report
 from cluster.cli import bench_tables
 from cluster.cli.folders import folder_of
 from cluster.cli.load import replay, serve
-from cluster.cli.numbers import whole_number
+from cluster.cli.numbers import MOST_TOKENS, whole_number
 from cluster.cli.options import JsonOption, finite
+from cluster.cli.outputs import check_output
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.config.tree import EMBEDDED_MODEL
@@ -60,7 +61,7 @@ def calibrate(
     quantization: QuantizationOption = "auto",
     tensor_parallel: RanksOption = 1,
     seconds: Annotated[
-        float, typer.Option("--seconds", callback=finite, min=1, help="Time for measuring.")
+        float, typer.Option("--seconds", callback=finite, min=1, max=86_400, help="Time for measuring.")
     ] = 75.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,9 +96,9 @@ def sweep(
     context: typer.Context,
     model: ModelArgument = EMBEDDED_MODEL,
     batches: Annotated[str, typer.Option("--batches", help="Comma-separated.")] = "1,8,32,64,128",
-    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt tokens.")] = 512,
-    output: Annotated[int, typer.Option("--output", min=2, help="New tokens.")] = 256,
-    runs: Annotated[int, typer.Option("--runs", min=1)] = 1,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, max=MOST_TOKENS, help="Prompt tokens.")] = 512,
+    output: Annotated[int, typer.Option("--output", min=2, max=MOST_TOKENS, help="New tokens.")] = 256,
+    runs: Annotated[int, typer.Option("--runs", min=1, max=1000)] = 1,
     dtype: DtypeOption = "auto",
     quantization: QuantizationOption = "auto",
     tensor_parallel: RanksOption = 1,
@@ -110,6 +111,7 @@ def sweep(
     services = services_of(context)
     with terminal.exit_codes():
         check_can_draw(png)
+        check_output(out)
         sizes = _sizes(batches)
         folder = folder_of(terminal, services, model)
         settings = EngineSettings(
@@ -130,8 +132,8 @@ def sweep(
 def kv_cache(
     context: typer.Context,
     model: ModelArgument = EMBEDDED_MODEL,
-    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt tokens.")] = 64,
-    output: Annotated[int, typer.Option("--output", min=2, help="New tokens.")] = 256,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, max=MOST_TOKENS, help="Prompt tokens.")] = 64,
+    output: Annotated[int, typer.Option("--output", min=2, max=MOST_TOKENS, help="New tokens.")] = 256,
     dtype: DtypeOption = "auto",
     out: OutOption = None,
     png: PngOption = None,
@@ -142,6 +144,7 @@ def kv_cache(
     services = services_of(context)
     with terminal.exit_codes():
         check_can_draw(png)
+        check_output(out)
         folder = folder_of(terminal, services, model)
         settings = EngineSettings(model=str(folder), dtype=dtype)
         order = KvCacheOrder(engine=settings, prompt_tokens=prompt, new_tokens=output)
@@ -152,6 +155,7 @@ def kv_cache(
 
 def check_can_draw(png: Path | None) -> None:
     """Before anything is measured. Raises CommandFailed."""
+    check_output(png)
     if png is not None and find_spec("matplotlib") is None:
         raise CommandFailed("--png needs matplotlib: pip install 'tandem[bench]'")
 

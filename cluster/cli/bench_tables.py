@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from cluster.bench.latency import Limits
+from cluster.cli.tables import table
 from cluster.cli.terminal import Terminal
 
 _MOST_BUSY = 1.5  # programs that wanted each core in the last minute, ours included
@@ -19,11 +18,11 @@ def print_calibration(terminal: Terminal, result: Mapping[str, Any], pool: Mappi
     about, cost = result["about"], result["cost"]
     terminal.say(f"{about['model']} in {about['dtype']} on {about['machine']}", style="bold")
     terminal.say(_ceilings(about))
-    coefficients = _table("coefficient", "value")
+    coefficients = table("coefficient", "value")
     for name, value in cost.items():
         coefficients.add_row(name, f"{value:g}" if name == "blend" else _seconds(value))
-    terminal.out.print(coefficients)
-    steps = _table("prefill tokens", "pairs", "decode rows", "context", "measured ms", "residual")
+    terminal.show(coefficients)
+    steps = table("prefill tokens", "pairs", "decode rows", "context", "measured ms", "residual")
     for sample in result["samples"]:
         steps.add_row(
             *(
@@ -33,8 +32,8 @@ def print_calibration(terminal: Terminal, result: Mapping[str, Any], pool: Mappi
             f"{sample['seconds'] * 1e3:.2f}",
             _percent(sample["residual"]),
         )
-    terminal.out.print(steps)
-    checks = _table("check", "batch", "measured tok/s", "predicted", "error")
+    terminal.show(steps)
+    checks = table("check", "batch", "measured tok/s", "predicted", "error")
     for row in result["checks"]:
         checks.add_row(
             row["kind"],
@@ -52,7 +51,7 @@ def print_calibration(terminal: Terminal, result: Mapping[str, Any], pool: Mappi
             str(pool["planned_blocks"]),
             _percent(pool["error"]),
         )
-    terminal.out.print(checks)
+    terminal.show(checks)
     if busy > _MOST_BUSY:
         terminal.say(
             f"{busy:.1f} programs wanted each core: calibrate again when the machine is quiet",
@@ -65,12 +64,12 @@ def print_sweep(terminal: Terminal, content: Mapping[str, Any]) -> None:
     load = content["load"]
     terminal.say(f"prompts of {load['prompt_tokens']}, {load['new_tokens']} new tokens", style="bold")
     terminal.say(_ceilings(content["ceilings"]))
-    table = _table(
+    found = table(
         *("batch", "latency s", "TTFT ms", "p99", "TPOT ms", "tok/s", "decode tok/s", "limit"),
         *("prefill tok/s", "KV", "bandwidth", "compute", "bound by", ""),
     )
     for row in content["rows"]:
-        table.add_row(
+        found.add_row(
             str(row["batch"]),
             f"{row['latency_s']:.2f}",
             f"{row['ttft_ms']:.0f}",
@@ -86,7 +85,7 @@ def print_sweep(terminal: Terminal, content: Mapping[str, Any]) -> None:
             row["bound"],
             "knee" if row["is_knee"] else "",
         )
-    terminal.out.print(table)
+    terminal.show(found)
     for row in content["rows"]:
         if row["limit_share"] > 1.0:
             terminal.say(
@@ -100,9 +99,9 @@ def print_kv_cache(terminal: Terminal, content: Mapping[str, Any]) -> None:
     """A line for each output length."""
     load = content["load"]
     terminal.say(f"one prompt of {load['prompt_tokens']} tokens", style="bold")
-    table = _table("new tokens", "with s", "without s", "times slower", "passes with", "passes without")
+    found = table("new tokens", "with s", "without s", "times slower", "passes with", "passes without")
     for row in content["rows"]:
-        table.add_row(
+        found.add_row(
             str(row["new_tokens"]),
             f"{row['with_cache_s']:.3f}",
             f"{row['without_cache_s']:.3f}",
@@ -110,7 +109,7 @@ def print_kv_cache(terminal: Terminal, content: Mapping[str, Any]) -> None:
             f"{row['passes_with']:,}",
             f"{row['passes_without']:,}",
         )
-    terminal.out.print(table)
+    terminal.show(found)
     terminal.say(
         f"time grows with the power {load['growth_with']} of the tokens with the cache, "
         f"{load['growth_without']} without"
@@ -119,9 +118,9 @@ def print_kv_cache(terminal: Terminal, content: Mapping[str, Any]) -> None:
 
 def print_load(terminal: Terminal, rows: Sequence[Mapping[str, Any]], limits: Limits) -> None:
     """A line for each load, and the spread of its times."""
-    table = _table("load", "answered", "failed", "answered/s", "good/s", "good", "tok/s", "cached")
+    found = table("load", "answered", "failed", "answered/s", "good/s", "good", "tok/s", "cached")
     for row in rows:
-        table.add_row(
+        found.add_row(
             row["load"],
             str(row["answered"]),
             str(row["failed"]),
@@ -131,28 +130,21 @@ def print_load(terminal: Terminal, rows: Sequence[Mapping[str, Any]], limits: Li
             f"{row['output_tokens_per_s']:.0f}",
             _share(row["cached_share"]),
         )
-    terminal.out.print(table)
-    times = _table("load", "milliseconds", "mean", "p50", "p90", "p99", "max")
+    terminal.show(found)
+    times = table("load", "milliseconds", "mean", "p50", "p90", "p99", "max")
     for row in rows:
         for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms", "send_delay_ms"):
             spread = row[name]
             if spread is not None:
                 label = name.removesuffix("_ms").replace("_", " ")
                 times.add_row(row["load"], label, *(f"{value:.1f}" for value in spread.values()))
-    terminal.out.print(times)
+    terminal.show(times)
     asked = [
         f"{name} {limit:g} ms"
         for name, limit in (("TTFT", limits.ttft_ms), ("TPOT", limits.tpot_ms))
         if limit is not None
     ]
     terminal.say("good: answered" + (", within " + " and ".join(asked) if asked else ""))
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
 
 
 def _ceilings(found: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.options import JsonOption, finite
+from cluster.cli.outputs import check_output, write_output
 from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.observe.answers import Range, ask_page
 from cluster.observe.checks import problems
@@ -28,10 +29,11 @@ from workers.regular_file import read_regular
 app = typer.Typer(help="Pages for Grafana: build, check, push, preview.", no_args_is_help=True)
 
 _MAX_TOKEN_BYTES = 1 << 16
+_MOST_MINUTES = 10 * 365 * 24 * 60.0
 
 PrometheusOption = Annotated[str, typer.Option("--prometheus", metavar="URL", help="A running Prometheus.")]
 MinutesOption = Annotated[
-    float, typer.Option("--minutes", callback=finite, min=1, help="How far to look back.")
+    float, typer.Option("--minutes", callback=finite, min=1, max=_MOST_MINUTES, help="How far to look back.")
 ]
 
 
@@ -146,8 +148,9 @@ def preview(
     """Draw every panel from a running Prometheus into one HTML file, without Grafana."""
     terminal = Terminal(as_json=as_json)
     with observe_exit_codes(terminal):
+        check_output(out)
         text, empty = draw(PrometheusApi(prometheus.rstrip("/")), PAGES.values(), _last(minutes))
-        out.write_text(text, encoding="utf-8")
+        write_output(out, text)
         if as_json:
             terminal.emit(file=str(out), empty=empty)
         terminal.say(f"{out}, {len(text) >> 10} KiB; {len(empty)} panels have nothing to show")

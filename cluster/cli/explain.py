@@ -9,11 +9,11 @@ from urllib.parse import quote
 import httpx
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from cluster.cli.keys import service_at
 from cluster.cli.options import JsonOption, KeysOption
 from cluster.cli.services import services_of
+from cluster.cli.tables import table
 from cluster.cli.terminal import CommandFailed, Terminal
 
 _TIMEOUT_S = 5.0
@@ -87,12 +87,12 @@ def _print_first_token(terminal: Terminal, first: Mapping[str, Any] | None) -> N
         return
     whole_ms = first["ttft_ms"]
     terminal.say(f"first token after {whole_ms:.1f} ms")
-    table = Table("stage", "ms", "share", box=None, pad_edge=False)
+    found = table("stage", "ms", "share", left=("stage",))
     for stage, milliseconds in first["stages_ms"].items():
         if milliseconds > 0:
             share = milliseconds / whole_ms if whole_ms else 0.0
-            table.add_row(f"  {stage}", f"{milliseconds:.2f}", f"{share:.1%}")
-    terminal.out.print(table)
+            found.add_row(f"  {stage}", f"{milliseconds:.2f}", f"{share:.1%}")
+    terminal.show(found)
 
 
 def _print_fetch(terminal: Terminal, fetch: Mapping[str, Any] | None) -> None:
@@ -108,12 +108,12 @@ def _print_fetch(terminal: Terminal, fetch: Mapping[str, Any] | None) -> None:
 def _print_ranking(terminal: Terminal, ranked: list[Mapping[str, Any]]) -> None:
     """Groups with their sources, best first; the terms add up to the cost."""
     names = list(dict.fromkeys(name for choice in ranked for name in choice["terms_ms"]))
-    table = Table(
-        "  group", "source", "cached blocks", "to read", "cost ms", *names, box=None, pad_edge=False
+    found = table(
+        *("  group", "source", "cached blocks", "to read", "cost ms", *names), left=("  group", "source")
     )
     for choice in ranked:
         terms = choice["terms_ms"]
-        table.add_row(
+        found.add_row(
             escape(f"  {choice['group']}"),
             escape(choice["source"] or ""),
             str(choice["matched_blocks"]),
@@ -121,4 +121,4 @@ def _print_ranking(terminal: Terminal, ranked: list[Mapping[str, Any]]) -> None:
             f"{choice['cost_ms']:.1f}",
             *(f"{terms[name]:.1f}" if name in terms else "" for name in names),
         )
-    terminal.out.print(table)
+    terminal.show(found)

@@ -16,7 +16,9 @@ from cluster.bench.load import Due, MakeLoad, Server, of_trace, poisson
 from cluster.bench.report import Report, write_report
 from cluster.cli import bench_tables
 from cluster.cli.keys import service_at
-from cluster.cli.options import JsonOption, KeysOption, above_zero, finite
+from cluster.cli.numbers import MOST_REQUESTS, MOST_TOKENS
+from cluster.cli.options import JsonOption, KeysOption, divisor, finite
+from cluster.cli.outputs import check_output
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.figures.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
@@ -36,7 +38,8 @@ TimeoutOption = Annotated[
     float, typer.Option("--timeout-s", callback=finite, min=1, help="For one whole answer.")
 ]
 VocabOption = Annotated[
-    int, typer.Option("--vocab-size", min=100, help="Made-up prompts use token ids below it.")
+    int,
+    typer.Option("--vocab-size", min=100, max=MOST_TOKENS, help="Made-up prompts use token ids below it."),
 ]
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--out", metavar="FILE", help="Report as JSON: rows, samples, machine.")
@@ -47,10 +50,14 @@ def serve(
     context: typer.Context,
     url: UrlOption = None,
     rate: Annotated[str, typer.Option("--rate", help="Requests a second; several with commas.")] = "1",
-    requests: Annotated[int, typer.Option("--requests", min=1, help="At each rate.")] = 100,
-    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Prompt tokens.")] = 512,
-    output: Annotated[int, typer.Option("--output", min=1, help="New tokens.")] = 128,
-    shared: Annotated[int, typer.Option("--shared", min=0, help="Tokens that all prompts begin with.")] = 0,
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, max=MOST_REQUESTS, help="At each rate.")
+    ] = 100,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, max=MOST_TOKENS, help="Prompt tokens.")] = 512,
+    output: Annotated[int, typer.Option("--output", min=1, max=MOST_TOKENS, help="New tokens.")] = 128,
+    shared: Annotated[
+        int, typer.Option("--shared", min=0, max=MOST_TOKENS, help="Tokens that all prompts begin with.")
+    ] = 0,
     ttft: TtftOption = None,
     tpot: TpotOption = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -63,6 +70,7 @@ def serve(
     """Poisson arrivals at given rates: percentiles, and goodput within --ttft and --tpot."""
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes():
+        check_output(out)
         rates = _rates(rate)
         runs = {
             f"{per_s:g}/s": _for_any_model(
@@ -106,14 +114,16 @@ def replay(
     length_divisor: Annotated[
         float,
         typer.Option(
-            "--length-divisor", callback=above_zero, help="Prompts and answers are that many times shorter."
+            "--length-divisor", callback=divisor, help="Prompts and answers are that many times shorter."
         ),
     ] = 1.0,
     rate_divisor: Annotated[
         float,
-        typer.Option("--rate-divisor", callback=above_zero, help="Requests come that many times less often."),
+        typer.Option("--rate-divisor", callback=divisor, help="Requests come that many times less often."),
     ] = 1.0,
-    requests: Annotated[int | None, typer.Option("--requests", min=1, help="The first so many only.")] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, max=MOST_REQUESTS, help="The first so many only.")
+    ] = None,
     ttft: TtftOption = None,
     tpot: TpotOption = None,
     vocab_size: VocabOption = 1000,
@@ -125,6 +135,7 @@ def replay(
     """A production trace at its own times, scaled; equal prefixes in the trace are equal prefixes here."""
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with terminal.exit_codes():
+        check_output(out)
         try:
             found = scaled(
                 read_trace(trace, limit=requests), length_divisor=length_divisor, rate_divisor=rate_divisor

@@ -69,7 +69,7 @@ def inspect(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: 
         for key, value in facts.items():
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             table.add_row(key.replace("_", " "), text)
-        terminal.out.print(table)
+        terminal.show(table)
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:

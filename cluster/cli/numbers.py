@@ -1,6 +1,10 @@
-"""Whole numbers in the words of a command line."""
+"""Whole numbers in the words of a command line, and the largest that commands take."""
 
 from __future__ import annotations
+
+MOST_TOKENS = 1 << 24  # of a prompt or an answer, as in traces
+MOST_REQUESTS = 10**9
+MOST_BLOCKS = 1 << 22  # of a group's pool
 
 
 def whole_number(text: str, *, most: int) -> int | None:

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+_LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
+MOST_RATE = 1e6  # requests a second
+
 
 def finite(value: float | None) -> float | None:
     """For options: click's own bounds let infinities and NaN pass, with which no wait would end."""
@@ -20,6 +23,13 @@ def above_zero(value: float | None) -> float | None:
     finite(value)
     if value is not None and value <= 0:
         raise typer.BadParameter(f"{value:g} is not above 0.")
+    return value
+
+
+def divisor(value: float) -> float:
+    """For options that scale a trace: beyond these, times and lengths have no meaning any more."""
+    if not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:  # NaN is not either
+        raise typer.BadParameter(f"{value:g} is not between {_LEAST_DIVISOR:g} and {_MOST_DIVISOR:g}.")
     return value
 
 

@@ -8,15 +8,24 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import JsonOption, above_zero, finite
-from cluster.cli.plan_tables import Proposed, plan_facts, print_plan, print_proposal, proposal_facts
+from cluster.cli.numbers import MOST_TOKENS
+from cluster.cli.options import MOST_RATE, JsonOption, above_zero, divisor, finite
+from cluster.cli.outputs import check_output, write_output
+from cluster.cli.plan_tables import (
+    Proposed,
+    plan_facts,
+    print_plan,
+    print_proposal,
+    proposal_facts,
+    refused_lines,
+)
 from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.config.leaves import RANGES
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.figures.machine import usable_cores
 from cluster.figures.step_cost import StepCostError
 from cluster.figures.traces import TraceError, read_trace, scaled
-from cluster.plan.demand import Demand, Targets, of_trace
+from cluster.plan.demand import Demand, Targets, TooLong, of_trace
 from cluster.plan.deployment import deployment_text
 from cluster.plan.devices import UnknownDevice, device_names
 from cluster.plan.limits import BATCHES
@@ -31,7 +40,7 @@ from workers.model.spec import check_tensor_parallel
 
 _REFUSED = (
     *(UnknownModel, UnknownDevice, CheckpointError, TensorParallelError, DoesNotFit),
-    *(NotReachable, StepCostError, TraceError),
+    *(NotReachable, StepCostError, TooLong, TraceError),
 )
 
 
@@ -46,9 +55,12 @@ def plan(
         typer.Argument(metavar="MODEL", help="Folder, config.json, llama-2-7b, mistral-7b or smollm2-135m."),
     ] = EMBEDDED_MODEL,
     device: Annotated[str, typer.Option("--device", help=f"One of {', '.join(device_names())}.")] = "this",
-    context: Annotated[int, typer.Option("--context", min=1, help="Longest request, tokens.")] = 2048,
+    context: Annotated[
+        int, typer.Option("--context", min=1, max=MOST_TOKENS, help="Longest request, tokens.")
+    ] = 2048,
     batches: Annotated[
-        list[int] | None, typer.Option("--batch", min=1, help="Decode batches to show; may be repeated.")
+        list[int] | None,
+        typer.Option("--batch", min=1, max=MOST_TOKENS, help="Decode batches to show; may be repeated."),
     ] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option("--tensor-parallel", min=1, help="Ranks of a group; chosen by default.")
@@ -78,18 +90,22 @@ def plan(
         float | None, typer.Option("--tpot", callback=above_zero, metavar="MS", help="For a token.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", callback=above_zero, help="Requests a second.")
+        float | None, typer.Option("--rate", callback=above_zero, max=MOST_RATE, help="Requests a second.")
     ] = None,
-    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Mean prompt tokens, with --rate.")] = 512,
-    output: Annotated[int, typer.Option("--output", min=1, help="Mean new tokens, with --rate.")] = 256,
+    prompt: Annotated[
+        int, typer.Option("--prompt", min=1, max=MOST_TOKENS, help="Mean prompt tokens, with --rate.")
+    ] = 512,
+    output: Annotated[
+        int, typer.Option("--output", min=1, max=MOST_TOKENS, help="Mean new tokens, with --rate.")
+    ] = 256,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Lengths and busiest minute of a trace.")
     ] = None,
     length_divisor: Annotated[
-        float, typer.Option("--length-divisor", callback=above_zero, help="Shorten the trace.")
+        float, typer.Option("--length-divisor", callback=divisor, help="Shorten the trace.")
     ] = 1.0,
     rate_divisor: Annotated[
-        float, typer.Option("--rate-divisor", callback=above_zero, help="Slow the trace down.")
+        float, typer.Option("--rate-divisor", callback=divisor, help="Slow the trace down.")
     ] = 1.0,
     model_path: Annotated[
         str | None,
@@ -104,6 +120,7 @@ def plan(
     """Memory, requests that fit, limits; with --ttft and --tpot and a --rate or --trace, groups and pools."""
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
+        check_output(out)
         try:
             found = find_model(model)
             shape = Shape(
@@ -125,7 +142,8 @@ def plan(
             targets = _targets(ttft, tpot, demand, out)
             proposed = None
             if demand is not None and targets is not None:
-                proposed = Proposed(demand, *propose(made, demand, targets, tensor_parallel))
+                served = demand.within(context)
+                proposed = Proposed(served, *propose(made, served, targets, tensor_parallel))
         except _REFUSED as error:
             raise CommandFailed(str(error)) from error
         if out is not None and proposed is not None:
@@ -135,7 +153,7 @@ def plan(
             return
         print_plan(terminal, made)
         if proposed is not None:
-            print_proposal(terminal, proposed)
+            print_proposal(terminal, proposed, context)
         if out is not None:
             terminal.say(f"deployment in {out}; check it with `tandem validate {out}`")
 
@@ -144,7 +162,7 @@ def _check_shape(model: PlannedModel, shape: Shape) -> None:
     """Raises CommandFailed."""
     if shape.context > model.spec.max_model_len:
         most = model.spec.max_model_len
-        raise CommandFailed(f"--context {shape.context}: {model.name} allows at most {most}")
+        raise CommandFailed(f"--context {shape.context:,}: {model.name} allows at most {most:,}")
     for option, value, legal in (
         ("--dtype", shape.dtype, ("bfloat16", "float32")),
         ("--quantization", shape.quantization, ("auto", "none", "int8", "int4")),
@@ -197,6 +215,7 @@ def _write(out: Path, made: Plan, proposed: Proposed, model_path: str | None) ->
         f"{made.model.name} on {proposal.devices} x {made.device.name}, as `tandem plan` proposed it for",
         f"{demand.rate:.3g} requests a second ({demand.source}):",
         f"TTFT of 90 % within {proposal.ttft_p90_s:.3g} s, {proposal.tpot_s * 1e3:.3g} ms a token.",
+        *(f"{line}." for line in refused_lines(demand, made.shape.context)),
         f"Speed: {made.speed.source}",
     ]
     text = deployment_text(
@@ -208,4 +227,4 @@ def _write(out: Path, made: Plan, proposed: Proposed, model_path: str | None) ->
         cores=usable_cores(),
         notes=notes,
     )
-    out.write_text(text, encoding="utf-8")
+    write_output(out, text)

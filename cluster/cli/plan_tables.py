@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
+from cluster.cli.tables import table
 from cluster.cli.terminal import Terminal
 from cluster.plan.demand import Demand
+from cluster.plan.limits import DecodeRow
 from cluster.plan.memory import row_formula
 from cluster.plan.plan import Plan
 from cluster.plan.proposal import Proposal
@@ -58,6 +59,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "block_size": plan.memory.block_size,
             "pool_tokens": plan.memory.num_tokens,
             "requests": plan.memory.num_requests,
+            "cap": plan.memory.cap,
         },
         "ranks": [asdict(row) for row in plan.ranks],
         "decode": [asdict(row) for row in plan.decode],
@@ -79,6 +81,7 @@ def proposal_facts(proposed: Proposed) -> dict[str, Any]:
             "mean_prompt": demand.mean_prompt,
             "mean_output": demand.mean_output,
             "source": demand.source,
+            "refused_share": demand.refused_share,
         },
         "looked_at": list(proposed.lines),
     }
@@ -109,42 +112,52 @@ def print_plan(terminal: Terminal, plan: Plan) -> None:
         terminal.say(f"- {note}")
 
 
-def print_proposal(terminal: Terminal, proposed: Proposed) -> None:
+def print_proposal(terminal: Terminal, proposed: Proposed, context: int) -> None:
     """The pools, and what else was looked at."""
     proposal, demand = proposed.proposal, proposed.demand
     terminal.say()
     terminal.say(
-        f"For {demand.rate:.3g} requests a second, {demand.mean_prompt:.0f} prompt and "
-        f"{demand.mean_output:.0f} new tokens in the mean ({demand.source}):",
+        f"For {demand.rate:.3g} requests a second, {demand.mean_prompt:,.0f} prompt and "
+        f"{demand.mean_output:,.0f} new tokens in the mean ({demand.source}):",
         style="bold",
     )
-    table = _table("pool", "groups", "ranks", "decode batch", "busy")
+    found = table("pool", "groups", "ranks", "decode batch", "busy")
     for pool in proposal.pools:
-        table.add_row(
+        found.add_row(
             pool.role,
             str(pool.groups),
             str(pool.tensor_parallel),
             f"{pool.batch:.1f}",
             f"{pool.busy * 100:.0f} %",
         )
-    terminal.out.print(table)
+    terminal.show(found)
     ratio = f", prefill : decode {proposal.ratio}" if proposal.ratio else ""
+    devices = f"{proposal.devices:,} device{'s' if proposal.devices > 1 else ''}"
     terminal.say(
-        f"{proposal.devices} devices{ratio}; TTFT of 90 % within {proposal.ttft_p90_s:.3g} s, "
+        f"{devices}{ratio}; TTFT of 90 % within {proposal.ttft_p90_s:.3g} s, "
         f"{proposal.tpot_s * 1e3:.3g} ms a token, longest gap {proposal.longest_gap_s * 1e3:.3g} ms"
     )
-    for line in proposed.lines:
+    for line in (*refused_lines(proposed.demand, context), *proposed.lines):
         terminal.say(f"- {line}")
+
+
+def refused_lines(demand: Demand, context: int) -> list[str]:
+    """What is not served, if anything."""
+    if not demand.refused_share:
+        return []
+    return [
+        f"{demand.refused_share:.1%} of the requests are longer than {context:,} tokens: they are refused, "
+        "and not counted here"
+    ]
 
 
 def _memory(terminal: Terminal, plan: Plan) -> None:
     memory = plan.memory
     terminal.say()
-    table = _table("memory of a rank", "bytes", "GiB", "formula")
-    table.columns[-1].justify = "left"
+    found = table("memory of a rank", "bytes", "GiB", "formula", prose="formula")
     for part in memory.parts:
-        table.add_row(part.name, f"{part.num_bytes:,}", f"{part.num_bytes / _GIB:.2f}", escape(part.formula))
-    terminal.out.print(table)
+        found.add_row(part.name, f"{part.num_bytes:,}", f"{part.num_bytes / _GIB:.2f}", escape(part.formula))
+    terminal.show(found)
     spec = plan.model.spec
     terminal.say(
         f"KV cache: 2 x L {spec.num_layers} x K {spec.num_kv_heads} x "
@@ -152,34 +165,44 @@ def _memory(terminal: Terminal, plan: Plan) -> None:
         f"{memory.kv_bytes_per_token * memory.context / 2**20:,.0f} MiB for {memory.context:,} tokens"
     )
     terminal.say(
-        f"{memory.num_requests} requests of {memory.context:,} tokens fit at once, "
+        f"{memory.num_requests:,} requests of {memory.context:,} tokens fit at once, "
         f"{memory.num_tokens:,} tokens in all"
     )
+    if memory.cap:
+        terminal.say(f"the pool is capped by {memory.cap}")
+    if memory.num_requests > (running := plan.shape.schedule.max_running):
+        terminal.say(f"at most {running:,} of them run at the same time (--max-running)")
 
 
 def _ranks(terminal: Terminal, plan: Plan) -> None:
     terminal.say()
-    table = _table("tensor parallel", "weights of a rank", "KV tokens", "requests")
+    found = table("tensor parallel", "weights of a rank", "KV tokens", "requests", "")
     for row in plan.ranks:
         fits = f"{row.weight_bytes / _GIB:.2f} GiB" if row.requests else "does not fit"
-        table.add_row(str(row.tensor_parallel), fits, f"{row.pool_tokens:,}", str(row.requests))
-    terminal.out.print(table)
+        found.add_row(
+            str(row.tensor_parallel),
+            fits,
+            f"{row.pool_tokens:,}",
+            f"{row.requests:,}",
+            "capped" if row.is_capped else "",
+        )
+    terminal.show(found)
 
 
 def _decode(terminal: Terminal, plan: Plan) -> None:
     terminal.say()
-    table = _table("decode batch", "limit tok/s", "expected", "each tok/s", "flop/B", "bound by", "")
+    found = table("decode batch", "limit tok/s", "expected", "each tok/s", "flop/B", "bound by", "")
     for row in plan.decode:
-        table.add_row(
-            str(row.batch),
+        found.add_row(
+            f"{row.batch:,}",
             f"{row.limit_tokens_per_s:,.0f}",
             f"{row.expected_tokens_per_s:,.0f}",
             f"{row.expected_tokens_per_s / row.batch:,.1f}",
             f"{row.intensity:.1f}",
             row.bound,
-            "" if row.fits else "beyond the pool",
+            _beyond(row),
         )
-    terminal.out.print(table)
+    terminal.show(found)
     context = f"{plan.shape.context:,} tokens"
     at_context = f"never at {context} (keys and values take longer to read than to multiply)"
     if plan.turn.at_context is not None:
@@ -190,11 +213,17 @@ def _decode(terminal: Terminal, plan: Plan) -> None:
     )
 
 
+def _beyond(row: DecodeRow) -> str:
+    if not row.fits:
+        return "beyond the pool"
+    return "" if row.runs else "beyond max_running"
+
+
 def _prefill(terminal: Terminal, plan: Plan) -> None:
     terminal.say()
-    table = _table("prefill", "Tflop", "linear", "attention", "limit tok/s", "expected", "s", "bound by")
+    found = table("prefill", "Tflop", "linear", "attention", "limit tok/s", "expected", "s", "bound by")
     for row in plan.prefill:
-        table.add_row(
+        found.add_row(
             f"{row.tokens:,}",
             _tera(row.linear_flop + row.attention_flop),
             _tera(row.linear_flop),
@@ -204,16 +233,9 @@ def _prefill(terminal: Terminal, plan: Plan) -> None:
             f"{row.expected_s:.3g}",
             row.bound,
         )
-    terminal.out.print(table)
+    terminal.show(found)
 
 
 def _tera(flop: float) -> str:
     tera = flop / 1e12
     return f"{tera:.1f}" if tera >= 1 else f"{tera:.3f}"
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table

@@ -72,4 +72,4 @@ def _print(terminal: Terminal, found: Mapping[str, Any]) -> None:
             f"on {score['tokens']:,} tokens",
         )
     table.add_row("time", f"{found['seconds']:.1f} s to write")
-    terminal.out.print(table)
+    terminal.show(table)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
-from cluster.cli.numbers import whole_number
-from cluster.cli.options import JsonOption, above_zero
+from cluster.cli.numbers import MOST_BLOCKS, MOST_REQUESTS, MOST_TOKENS, whole_number
+from cluster.cli.options import JsonOption, above_zero, divisor
+from cluster.cli.tables import table
 from cluster.cli.terminal import CommandFailed, Phases, Terminal
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
 from cluster.figures.traces import TraceError, TraceRequest, read_trace, scaled
 from cluster.simulate.peers import Network
 from cluster.simulate.report import Report, report
-from cluster.simulate.run import POLICIES, DoesNotFit, SimConfig, simulate
+from cluster.simulate.run import POLICIES, DoesNotFit, SimConfig, check_fits, simulate
 from workers.config import CacheConfig, ScheduleConfig
 from workers.types import Role
 
 ALL = "all"
 _MOST_GROUPS = 100_000
+_MOST_TRANSFER = 1e6  # GB/s
 _COMPARED = ("prefix", "round_robin", "power_of_two", "longest_prefix")  # what `all` stands for
 _DEFAULT_BLOCKS = 8448  # the longest prompts of public traces, 128k tokens
 
@@ -30,7 +33,8 @@ TraceArgument = Annotated[
     Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's (.jsonl) or Azure's (.csv) form.")
 ]
 GroupsOption = Annotated[
-    int, typer.Option("--groups", min=1, max=_MOST_GROUPS, help="Worker groups in one pool.")
+    int | None,
+    typer.Option("--groups", min=1, max=_MOST_GROUPS, help="Worker groups in one pool; 1 by default."),
 ]
 PoolsOption = Annotated[
     list[str] | None,
@@ -48,7 +52,7 @@ LengthsOption = Annotated[
     typer.Option(
         "--length-divisor",
         "--scale-lengths",
-        callback=above_zero,
+        callback=divisor,
         help="Prompts and answers that many times shorter.",
     ),
 ]
@@ -57,27 +61,32 @@ RateOption = Annotated[
     typer.Option(
         "--rate-divisor",
         "--scale-rate",
-        callback=above_zero,
+        callback=divisor,
         help="Requests that many times less often, e.g. 0.25.",
     ),
 ]
-RequestsOption = Annotated[int | None, typer.Option("--requests", min=1, help="Only the first ones.")]
+RequestsOption = Annotated[
+    int | None, typer.Option("--requests", min=1, max=MOST_REQUESTS, help="Only the first ones.")
+]
 CostOption = Annotated[
     Path | None,
     typer.Option("--cost", help="Step cost of a group, from `tandem bench calibrate`; else a small CPU's."),
 ]
-BlocksOption = Annotated[int, typer.Option("--blocks", min=1, help="KV blocks of a group.")]
-StepTokensOption = Annotated[int | None, typer.Option("--step-tokens", min=1, help="Token budget of a step.")]
+BlocksOption = Annotated[int, typer.Option("--blocks", min=1, max=MOST_BLOCKS, help="KV blocks of a group.")]
+StepTokensOption = Annotated[
+    int | None, typer.Option("--step-tokens", min=1, max=MOST_TOKENS, help="Token budget of a step.")
+]
 TransferOption = Annotated[
     float | None,
     typer.Option(
         "--transfer",
         callback=above_zero,
+        max=_MOST_TRANSFER,
         metavar="GB/S",
         help="Groups read each other's KV blocks at this rate.",
     ),
 ]
-KvBytesOption = Annotated[int, typer.Option("--kv-bytes", min=1, help="Bytes of KV a token.")]
+KvBytesOption = Annotated[int, typer.Option("--kv-bytes", min=1, max=1 << 30, help="Bytes of KV a token.")]
 UniqueOption = Annotated[bool, typer.Option("--no-sharing", help="As if no two prompts began alike.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of policies that draw lots.")]
 StepwiseOption = Annotated[
@@ -87,7 +96,7 @@ StepwiseOption = Annotated[
 
 def simulate_command(
     trace: TraceArgument,
-    groups: GroupsOption = 1,
+    groups: GroupsOption = None,
     pools: PoolsOption = None,
     policy: PolicyOption = "prefix",
     length_divisor: LengthsOption = 1.0,
@@ -106,33 +115,47 @@ def simulate_command(
     """Send a trace through a cluster in virtual time: the real router, scheduler and block pool, with a
     predicted duration in place of each step."""
     terminal = Terminal(as_json=as_json, progress_to_stderr=True)
-    with terminal.exit_codes(), Phases(terminal) as phases:
-        phases.start("reading the trace")
-        traced = _read(trace, requests, length_divisor, rate_divisor, no_sharing)
-        schedule = ScheduleConfig() if step_tokens is None else ScheduleConfig(max_step_tokens=step_tokens)
-        reports = []
-        for name, sizes in _clusters(groups, pools):
-            config = SimConfig(
-                groups=sizes,
-                cost=_cost(cost),
-                num_blocks=blocks,
-                cache=CacheConfig(),
-                schedule=schedule,
-                kv_bytes_per_token=kv_bytes,
-                network=Network(bytes_per_s=transfer * 1e9) if transfer is not None else None,
-                seed=seed,
-                can_leap=not stepwise,
-            )
-            for each in _policies(policy):
-                phases.start(f"{len(traced)} requests, {name}, {each}")
-                try:
-                    reports.append(report(name, simulate(traced, config, each)))
-                except DoesNotFit as error:
-                    raise CommandFailed(str(error)) from error
-                if as_json:
-                    terminal.emit(**asdict(reports[-1]))
-    if not as_json:
-        terminal.out.print(_table(reports))
+    reports: list[Report] = []
+    with terminal.exit_codes():
+        try:
+            with Phases(terminal) as phases:
+                phases.start("reading the trace")
+                clusters, policies, measured = _clusters(groups, pools), _policies(policy), _cost(cost)
+                traced = _read(trace, requests, length_divisor, rate_divisor, no_sharing)
+                schedule = ScheduleConfig()
+                if step_tokens is not None:
+                    schedule = ScheduleConfig(max_step_tokens=step_tokens)
+                configs = {
+                    name: SimConfig(
+                        groups=sizes,
+                        cost=measured,
+                        num_blocks=blocks,
+                        cache=CacheConfig(),
+                        schedule=schedule,
+                        kv_bytes_per_token=kv_bytes,
+                        network=Network(bytes_per_s=transfer * 1e9) if transfer is not None else None,
+                        seed=seed,
+                        can_leap=not stepwise,
+                    )
+                    for name, sizes in clusters.items()
+                }
+                for config in configs.values():
+                    check_fits(traced, config)
+                for name, config in configs.items():
+                    for each in policies:
+                        phases.start(f"{len(traced):,} requests, {name}, {each}")
+                        reports.append(report(name, simulate(traced, config, each)))
+                        if as_json:
+                            terminal.emit(**asdict(reports[-1]))
+        except DoesNotFit as error:
+            raise CommandFailed(str(error)) from error
+        except MemoryError as error:
+            raise CommandFailed(
+                "the memory of this machine does not suffice: fewer groups, --blocks or --requests"
+            ) from error
+        finally:  # also of a run that was interrupted
+            if reports and not as_json:
+                terminal.show(_table(reports))
 
 
 def _read(
@@ -164,46 +187,52 @@ def _policies(policy: str) -> tuple[str, ...]:
     return (policy,)
 
 
-def _clusters(groups: int, pools: list[str] | None) -> Iterator[tuple[str, dict[Role, int]]]:
-    """Name and groups by role of each cluster asked for."""
+def _clusters(groups: int | None, pools: list[str] | None) -> Mapping[str, Mapping[Role, int]]:
+    """Groups by role of each cluster asked for, by name. Raises CommandFailed."""
     if not pools:
-        yield f"{groups} groups", {Role.UNIFIED: groups}
-    for text in pools or ():
-        sizes: dict[Role, int] = {}
-        for part in text.split(","):
-            name, _, number = part.strip().partition("=")
-            known = {role.value: role for role in Role}
-            size = whole_number(number, most=_MOST_GROUPS)
-            if name not in known or size is None or known[name] in sizes:
-                raise CommandFailed(
-                    f"--pools is {text[:100]!r}: it must be like prefill=2,decode=6, with pools of "
-                    f"{', '.join(known)} and at most {_MOST_GROUPS} groups"
-                )
-            sizes[known[name]] = size
-        yield text, sizes
+        number = 1 if groups is None else groups
+        return {f"{number:,} group{'s' if number > 1 else ''}": {Role.UNIFIED: number}}
+    if groups is not None:
+        raise CommandFailed("--groups and --pools are both given: --pools says how many groups there are")
+    return {text: _pools(text) for text in pools}
+
+
+def _pools(text: str) -> dict[Role, int]:
+    """Groups by role, as `--pools` says them."""
+    known = {role.value: role for role in Role}
+    sizes: dict[Role, int] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        size = whole_number(number, most=_MOST_GROUPS)
+        if name not in known or size is None or known[name] in sizes:
+            raise CommandFailed(
+                f"--pools is {text[:100]!r}: it must be like prefill=2,decode=6, with pools of "
+                f"{', '.join(known)} and at most {_MOST_GROUPS:,} groups"
+            )
+        sizes[known[name]] = size
+    return sizes
 
 
 def _table(reports: list[Report]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "cluster", "policy", "TTFT mean", "p50", "p90", "p99 s", "TPOT mean", "p90 ms", "tokens/s",
-        "hits", "busy", "busiest", "preempted", "router us", "CPU s", "MiB",
-    ):  # fmt: skip
-        table.add_column(heading, justify="left" if heading in ("cluster", "policy") else "right")
+    found = table(
+        *("cluster", "policy", "TTFT mean", "p50", "p90", "p99 s", "TPOT mean", "p90 ms", "tokens/s"),
+        *("hits", "busy", "busiest", "preempted", "router us", "CPU s", "MiB"),
+        left=("cluster", "policy"),
+    )
     for entry in reports:
         ttft, tpot = entry.ttft_s, entry.tpot_s
-        table.add_row(
-            entry.cluster,
+        found.add_row(
+            escape(entry.cluster),
             entry.policy,
             *(f"{value:.2f}" for value in (ttft.mean, ttft.p50, ttft.p90, ttft.p99)),
             *(f"{1000 * value:.1f}" for value in (tpot.mean, tpot.p90)),
-            f"{entry.tokens_per_s:.0f}",
+            f"{entry.tokens_per_s:,.0f}",
             f"{100 * entry.hit_share:.1f} %",
             f"{100 * entry.busy_share:.0f} %",
             f"x{entry.busy_max_over_mean:.2f}",
-            str(entry.preemptions),
+            f"{entry.preemptions:,}",
             f"{entry.router_us.mean:.0f}",
             f"{entry.cpu_s:.0f}",
-            str(entry.peak_mib),
+            f"{entry.peak_mib:,}",
         )
-    return table
+    return found

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, KeysOption
 from cluster.cli.services import Services, services_of
+from cluster.cli.tables import table
 from cluster.cli.terminal import CommandFailed, Terminal
 from cluster.running.group_table import (
     ApplicationStatus,
@@ -28,6 +28,7 @@ from cluster.running.group_table import (
 from cluster.running.serve_api import ServeApi, ingress_url
 
 _COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
+_WORDS = ("group", "role", "state", "node", "ranks")
 # By `workers.report.Bound`; nothing is said of an idle group.
 _BOUNDS = {"compute": "compute-bound", "bandwidth": "bandwidth-bound", "overhead": "overhead-bound"}
 _WATCH_S = 2.0
@@ -119,10 +120,10 @@ def _show(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> No
         )
         if application.message and application.ready < application.desired:
             terminal.say(f"  {application.message}")
-        table = Table(*_COLUMNS, box=None, pad_edge=False)
+        found = table(*_COLUMNS, left=_WORDS, prose="why")
         for row in application.rows:
-            table.add_row(*_cells(row))
-        terminal.out.print(table)
+            found.add_row(*_cells(row))
+        terminal.show(found)
         for row in application.rows:
             if row.usage is not None and row.usage["bound"] in _BOUNDS:
                 terminal.say(_usage_line(row.group, row.usage))

@@ -19,8 +19,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
+from cluster.cli import tables
 from cluster.config.problems import ConfigError
 from cluster.launch.errors import LaunchError
 from cluster.models.embedded import EmbeddedModelError
@@ -63,6 +65,10 @@ class Terminal:
         """A line for people; dropped when programs read."""
         if not self.as_json:
             self.out.print(escape(text), style=style or None)
+
+    def show(self, table: Table) -> None:
+        """A table for people, whole at any width."""
+        tables.show(self.out, table)
 
     def fail(self, text: str, *, code: int, **details: Any) -> typer.Exit:
         """Report a failure and give what to raise."""

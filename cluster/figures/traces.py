@@ -74,11 +74,12 @@ def read_trace(file: Path, *, limit: int | None = None) -> list[TraceRequest]:
 def scaled(
     requests: Iterable[TraceRequest], *, length_divisor: float = 1.0, rate_divisor: float = 1.0
 ) -> list[TraceRequest]:
-    """The same requests with lengths and arrival rate divided; every length stays at least 1."""
+    """The same requests with lengths and arrival rate divided; every length stays at least 1.
+    Raises TraceError for lengths beyond those of any trace."""
     for name, divisor in (("length_divisor", length_divisor), ("rate_divisor", rate_divisor)):
         if not 0 < divisor < float("inf"):
             raise ValueError(f"{name} is {divisor}: it must be above 0")
-    return [
+    made = [
         replace(
             request,
             arrival_s=request.arrival_s * rate_divisor,
@@ -88,6 +89,13 @@ def scaled(
         )
         for request in requests
     ]
+    for request in made:
+        if max(request.prompt_tokens, request.output_tokens) > _MAX_TOKENS:
+            raise TraceError(
+                f"request {request.number} has {request.prompt_tokens:,} + {request.output_tokens:,} tokens "
+                f"at a length divisor of {length_divisor:g}, at most {_MAX_TOKENS:,} are allowed"
+            )
+    return made
 
 
 def prompt_tokens(request: TraceRequest, vocab_size: int) -> list[int]:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.figures.traces import TraceRequest
 
 _WINDOW_S = 60.0
 _MOST_SAMPLES = 2000  # lengths of a longer trace are thinned to about so many
+
+
+_MOST_REFUSED = 0.5  # of the requests; beyond that a deployment would not serve what was asked for
+
+
+class TooLong(ValueError):
+    """Most requests are longer than the planned context. The text says what context would hold them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,7 @@ class Demand:
     rate: float  # requests a second
     lengths: Sequence[tuple[int, int]]  # prompt and output tokens
     source: str
+    refused_share: float = 0.0  # of the requests that were asked for; rate and lengths are without them
 
     @property
     def mean_prompt(self) -> float:
@@ -43,9 +51,18 @@ class Demand:
         steps = sum(output for _, output in self.lengths)
         return sum(output * (prompt + output / 2) for prompt, output in self.lengths) / steps
 
-    def share_above(self, tokens: int) -> float:
-        """Of the requests, those that are longer than so many tokens."""
-        return sum(prompt + output > tokens for prompt, output in self.lengths) / len(self.lengths)
+    def within(self, context: int) -> Demand:
+        """Without the requests that are longer than a context of so many tokens, which a service refuses.
+        Raises TooLong when most are."""
+        kept = [(prompt, output) for prompt, output in self.lengths if prompt + output <= context]
+        refused = 1 - len(kept) / len(self.lengths)
+        if refused > _MOST_REFUSED:
+            longest = max(prompt + output for prompt, output in self.lengths)
+            raise TooLong(
+                f"{refused:.1%} of the requests are longer than --context {context:,} and would be refused: "
+                f"--context {longest} holds all of them"
+            )
+        return replace(self, rate=self.rate * (1 - refused), lengths=kept, refused_share=refused)
 
 
 def of_trace(requests: Sequence[TraceRequest], name: str) -> Demand:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.runtime.memory import available_host_bytes
 
@@ -25,7 +25,8 @@ class Roofs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Ceilings of one device. Rates are of dense bfloat16 products, without structured sparsity."""
+    """Ceilings of one device. Rates are of dense bfloat16 products, without structured sparsity; see also
+    `in_float32`."""
 
     name: str
     memory_bytes: int
@@ -33,6 +34,7 @@ class Device:
     flop_per_s: float
     link_bytes_per_s: float  # to another device of the machine, one way
     source: str
+    float32_flop_per_s: float | None = None  # of units for float32 products; None where it is not known
     is_gpu: bool = True
     reserve_bytes: int = GPU_RESERVE_BYTES
     allocator_bytes: int = GPU_ALLOCATOR_BYTES
@@ -54,6 +56,7 @@ _GPUS = (
         memory_bytes=40_960 * MIB,
         read_bytes_per_s=1.555e12,
         flop_per_s=312e12,
+        float32_flop_per_s=19.5e12,
         link_bytes_per_s=300e9,
         source="NVIDIA A100 datasheet, 40 GB: 1,555 GB/s, BF16 312 TFLOPS; NVLink 600 GB/s both ways",
     ),
@@ -62,6 +65,7 @@ _GPUS = (
         memory_bytes=81_920 * MIB,
         read_bytes_per_s=2.0e12,
         flop_per_s=312e12,
+        float32_flop_per_s=19.5e12,
         link_bytes_per_s=300e9,
         source="NVIDIA A100 datasheet, 80 GB: 1,935 (PCIe), 2,039 GB/s (SXM), 2 TB/s taken; BF16 312 "
         "TFLOPS; NVLink 600 GB/s both ways",
@@ -71,6 +75,7 @@ _GPUS = (
         memory_bytes=81_920 * MIB,
         read_bytes_per_s=3.35e12,
         flop_per_s=989.4e12,
+        float32_flop_per_s=67e12,
         link_bytes_per_s=450e9,
         source="NVIDIA H100 datasheet, SXM: 3.35 TB/s, BF16 1,979 TFLOPS with sparsity, half without; "
         "NVLink 900 GB/s both ways",
@@ -80,6 +85,7 @@ _GPUS = (
         memory_bytes=144_384 * MIB,
         read_bytes_per_s=4.8e12,
         flop_per_s=989.4e12,
+        float32_flop_per_s=67e12,
         link_bytes_per_s=450e9,
         source="NVIDIA H200 datasheet, SXM: 141 GB, 4.8 TB/s, BF16 1,979 TFLOPS with sparsity, half "
         "without; NVLink 900 GB/s both ways",
@@ -89,6 +95,7 @@ _GPUS = (
         memory_bytes=24_576 * MIB,
         read_bytes_per_s=300e9,
         flop_per_s=121e12,
+        float32_flop_per_s=30.3e12,
         link_bytes_per_s=32e9,
         source="NVIDIA L4 datasheet: 24 GB, 300 GB/s, BF16 242 TFLOPS with sparsity, half without; "
         "PCIe 64 GB/s both ways",
@@ -98,6 +105,7 @@ _GPUS = (
         memory_bytes=49_152 * MIB,
         read_bytes_per_s=864e9,
         flop_per_s=362.05e12,
+        float32_flop_per_s=91.6e12,
         link_bytes_per_s=32e9,
         source="NVIDIA L40S datasheet: 48 GB, 864 GB/s, BF16 362.05 TFLOPS; PCIe 64 GB/s both ways",
     ),
@@ -106,6 +114,7 @@ _GPUS = (
         memory_bytes=196_608 * MIB,
         read_bytes_per_s=5.3e12,
         flop_per_s=1307.4e12,
+        float32_flop_per_s=163.4e12,
         link_bytes_per_s=448e9,
         source="AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, BF16 1,307.4 TFLOPS; Infinity "
         "Fabric 896 GB/s both ways",
@@ -124,6 +133,16 @@ def find_device(name: str) -> Device:
     if found is None:
         raise UnknownDevice(f"no device {name!r}: there are {', '.join(device_names())}")
     return found
+
+
+def in_float32(device: Device) -> Device:
+    """The same device with the ceiling of its float32 products: the engine keeps to IEEE float32, without the
+    tensor cores' shorter forms."""
+    if device.float32_flop_per_s is None:
+        return device
+    flop_per_s = device.float32_flop_per_s
+    source = f"{device.source}; FP32 {flop_per_s / 1e12:g} TFLOPS"
+    return replace(device, flop_per_s=flop_per_s, source=source)
 
 
 def device_names() -> Iterable[str]:

@@ -21,6 +21,7 @@ class DecodeRow:
 
     batch: int
     fits: bool  # in the KV pool
+    runs: bool  # no more than max_running
     limit_tokens_per_s: float  # of the whole batch: B / ((weights + KV bytes) / bandwidth), or by products
     expected_tokens_per_s: float
     intensity: float  # operations a byte
@@ -49,9 +50,16 @@ class Turn:
 
 
 def decode_rows(
-    load: Load, roofs: Roofs, cost: StepCost, *, context: int, most: int, batches: Sequence[int] = BATCHES
+    load: Load,
+    roofs: Roofs,
+    cost: StepCost,
+    *,
+    context: int,
+    most: int,
+    max_running: int,
+    batches: Sequence[int] = BATCHES,
 ) -> list[DecodeRow]:
-    """most: requests that the pool holds."""
+    """most: requests that the pool holds; max_running: that the scheduler lets run."""
     rows = []
     for batch in sorted({*batches, most} if 0 < most <= 4096 else {*batches}):
         work = load.decode(batch, context)
@@ -59,6 +67,7 @@ def decode_rows(
             DecodeRow(
                 batch=batch,
                 fits=batch <= most,
+                runs=batch <= max_running,
                 limit_tokens_per_s=batch / work.seconds(roofs),
                 expected_tokens_per_s=cost.decode_tokens_per_s(batch, context),
                 intensity=work.intensity,

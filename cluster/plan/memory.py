@@ -70,6 +70,7 @@ class MemoryPlan:
     block_size: int
     context: int
     cache: CacheConfig  # with the memory_fraction that the pool was planned with
+    cap: str  # what keeps the pool smaller than free memory would allow; empty where nothing does
 
     @property
     def num_requests(self) -> int:
@@ -127,6 +128,7 @@ def plan_memory(model: PlannedModel, device: Device, shape: Shape) -> MemoryPlan
         block_size=cache.block_size,
         context=shape.context,
         cache=cache,
+        cap=_cap(cache, shape, num_blocks, free=free, block_bytes=block_bytes, is_gpu=device.is_gpu),
     )
 
 
@@ -135,6 +137,25 @@ def row_formula(head_dim: int, dtype: str) -> str:
     if dtype == INT8:
         return f"(D {head_dim} x {NUMBER_BYTES[dtype]} B + scale {SCALE_BYTES} B)"
     return f"D {head_dim} x {NUMBER_BYTES[dtype]} B"
+
+
+def _cap(
+    cache: CacheConfig, shape: Shape, num_blocks: int, *, free: int, block_bytes: int, is_gpu: bool
+) -> str:
+    """What has kept the pool from taking all that it may; see `workers.runtime.pool_size`."""
+    if cache.num_blocks is not None:
+        return "cache.num_blocks"
+    sharers = 1 if is_gpu else shape.tensor_parallel
+    budget = int(free * cache.memory_fraction)
+    allowed = budget if is_gpu else min(budget, cache.max_bytes)
+    if num_blocks < allowed // sharers // block_bytes:
+        return (
+            "the engine's rule: four times what max_running requests of the full context hold is enough, "
+            "more would only remember old prefixes"
+        )
+    if allowed < budget:
+        return f"cache.max_bytes, {_gib(cache.max_bytes)} GiB by default"
+    return ""
 
 
 def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[MemoryPart]:

@@ -10,7 +10,7 @@ from cluster.plan import textbook
 from cluster.plan.arithmetic import kv_bytes_per_token
 from cluster.plan.calibration import SHIPPED_PARAMETERS, find_calibration, machine_roofs
 from cluster.plan.demand import Demand, Targets
-from cluster.plan.devices import THIS_MACHINE, Device, Roofs, find_device, this_machine
+from cluster.plan.devices import THIS_MACHINE, Device, Roofs, find_device, in_float32, this_machine
 from cluster.plan.limits import DecodeRow, PrefillRow, Turn, decode_rows, prefill_rows, turn_of
 from cluster.plan.memory import DoesNotFit, MemoryPlan, Shape, plan_memory
 from cluster.plan.models import PlannedModel
@@ -42,6 +42,7 @@ class RankRow:
     weight_bytes: int  # of a rank
     pool_tokens: int  # of the group; 0 where it does not fit
     requests: int  # of the full context
+    is_capped: bool = False  # more memory would be left for the pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ def find_speed(
     load = load_of(model, shape)
     if device_name != THIS_MACHINE:
         device = find_device(device_name)
+        if shape.dtype == "float32":
+            device = in_float32(device)
         return device, Speed(
             roofs=device.roofs,
             cost=load.step_cost(device, efficiency=efficiency),
@@ -114,7 +117,13 @@ def make_plan(
         memory=memory,
         ranks=rank_rows(model, device, shape),
         decode=decode_rows(
-            load, roofs, cost, context=shape.context, most=memory.num_requests, batches=batches
+            load,
+            roofs,
+            cost,
+            context=shape.context,
+            most=memory.num_requests,
+            max_running=shape.schedule.max_running,
+            batches=batches,
         ),
         prefill=prefill_rows(load, roofs, cost, lengths, step_tokens=shape.schedule.max_step_tokens),
         turn=turn_of(load, roofs, shape.context),
@@ -149,6 +158,7 @@ def rank_rows(model: PlannedModel, device: Device, shape: Shape) -> list[RankRow
                 weight_bytes=weights,
                 pool_tokens=memory.num_tokens,
                 requests=memory.num_requests,
+                is_capped=bool(memory.cap),
             )
         )
     return rows
@@ -197,8 +207,6 @@ def propose(
             )
     if not found:
         raise NotReachable("\n".join(lines))
-    if longer := demand.share_above(plan.shape.context):
-        lines.append(f"{longer:.1%} of the requests are longer than {plan.shape.context:,} tokens: refused")
     return min(found, key=lambda proposal: (proposal.devices, len(proposal.pools))), lines
 
 

@@ -79,7 +79,7 @@ class DoesNotFit(ValueError):
 def simulate(requests: Sequence[TraceRequest], config: SimConfig, policy: str) -> Outcome:
     """Runs the trace to its end, and asserts that every request has ended once and every pool is sound.
     Raises DoesNotFit."""
-    _check(requests, config)
+    check_fits(requests, config)
     started, cpu_started = time.perf_counter(), time.process_time()
     with _few_collections():
         world = World()
@@ -113,18 +113,21 @@ def simulate(requests: Sequence[TraceRequest], config: SimConfig, policy: str) -
     )
 
 
-def _check(requests: Sequence[TraceRequest], config: SimConfig) -> None:
+def check_fits(requests: Sequence[TraceRequest], config: SimConfig) -> None:
+    """Raises DoesNotFit."""
     if not any(count for role, count in config.groups.items() if role is not Role.PREFILL):
         raise DoesNotFit("no group answers: unified or decode groups are needed")
     if config.groups.get(Role.PREFILL) and config.network is None:
-        raise DoesNotFit("prefill groups hand blocks over: a network between the groups is needed")
+        raise DoesNotFit(
+            "prefill groups hand blocks over: a network between the groups is needed (--transfer GB/S)"
+        )
     size = config.cache.block_size
     longest = max(requests, key=lambda request: request.prompt_tokens + request.output_tokens)
     needed = -(-(longest.prompt_tokens + longest.output_tokens) // size)
     if needed > config.num_blocks:
         raise DoesNotFit(
-            f"request {longest.number} has {longest.prompt_tokens} + {longest.output_tokens} tokens, in"
-            f" {needed} KV blocks; a group has {config.num_blocks}"
+            f"request {longest.number} has {longest.prompt_tokens:,} + {longest.output_tokens:,} tokens, in"
+            f" {needed:,} KV blocks; a group has {config.num_blocks:,} (--blocks)"
         )
 
 

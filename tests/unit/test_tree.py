@@ -50,7 +50,7 @@ def test_no_file_can_unpickle(file: Path) -> None:
     [
         ("router.http.app", ("torch", "ray")),
         ("router.serving.service", ("torch", "ray")),
-        ("cluster.cli", ("torch", "transformers")),
+        ("cluster.cli.commands", ("torch", "transformers")),
         ("workers.model.decoder", ("triton", "ray")),
     ],
 )

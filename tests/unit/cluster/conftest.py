@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
+from cluster.cli.commands import app
 from cluster.cli.serve import serve
 from cluster.cli.services import Services
 from cluster.models.gguf_model import write_folder

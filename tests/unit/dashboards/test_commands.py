@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import app
+from cluster.cli.commands import app
 from cluster.cli.services import Services
 from cluster.observe import local_prometheus
 from cluster.observe.local_prometheus import need_prometheus

@@ -14,7 +14,7 @@ from cluster.bench.client import ServedModel, ServerUnusable
 from cluster.bench.latency import Outcome
 from cluster.bench.load import LoadRun, Server
 from cluster.bench.orders import CalibrateOrder, KvCacheOrder, Order, SweepOrder
-from cluster.cli import app
+from cluster.cli.commands import app
 from cluster.cli.services import Services
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU
 from cluster.plan.calibration import find_calibration

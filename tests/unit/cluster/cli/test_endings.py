@@ -26,7 +26,7 @@ from tests.unit.cluster.fakes import FakeLauncher
 PROGRAM = """
 import sys
 from pathlib import Path
-from cluster.cli import app
+from cluster.cli.commands import app
 from cluster.cli.services import Services
 from cluster.running.note import RunningNote
 from cluster.running.serve_api import ServeApi

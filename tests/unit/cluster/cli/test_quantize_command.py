@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from cluster.bench.child import MeasuringFailed
 from cluster.bench.orders import Order, QuantizeOrder
-from cluster.cli import app
+from cluster.cli.commands import app
 from cluster.cli.services import Services
 
 FOUND = {

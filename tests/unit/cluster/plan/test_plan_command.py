@@ -55,7 +55,13 @@ def test_json_has_it_all(world: World) -> None:
 def test_the_smallest_number_of_ranks_that_fits_is_taken(world: World) -> None:
     done = world.run("plan", "llama-2-7b", "--device", "l4", "--dtype", "float32", "--json")
     facts = json.loads(done.stdout)
-    assert facts["ranks"][0] == {"tensor_parallel": 1, "weight_bytes": 0, "pool_tokens": 0, "requests": 0}
+    assert facts["ranks"][0] == {
+        "tensor_parallel": 1,
+        "weight_bytes": 0,
+        "pool_tokens": 0,
+        "requests": 0,
+        "is_capped": False,
+    }
     assert facts["tensor_parallel"] == 2
     assert facts["memory"]["kv_bytes_per_token"] == 1_048_576
 
@@ -75,7 +81,7 @@ def test_models_come_from_folders_files_and_names(tiny_model: Path) -> None:
     [
         (("plan", "nosuch"), "no model 'nosuch'"),
         (("plan", "llama-2-7b", "--device", "abacus"), "no device 'abacus': there are a100-40g, a100-80g"),
-        (("plan", "llama-2-7b", "--context", "5000"), "llama-2-7b allows at most 4096"),
+        (("plan", "llama-2-7b", "--context", "5000"), "llama-2-7b allows at most 4,096"),
         (("plan", "llama-2-7b", "--dtype", "float16"), "--dtype 'float16': it is one of bfloat16, float32"),
         (("plan", "llama-2-7b", "--rate", "1"), "a proposal needs --ttft, --tpot, and --rate or --trace"),
         (("plan", "smollm2-135m", "--tensor-parallel", "4"), "sizes that work: 1, 2, 3, 9"),
@@ -99,7 +105,7 @@ def test_a_proposal_becomes_a_file_that_validates(world: World, tiny_model: Path
         *("--output", "256", "-o", str(out), "--model-path", "/models/llama-2-7b"),
     )
     assert done.exit_code == 0, done.stderr
-    assert "For 20 requests a second, 1024 prompt and 256 new tokens" in done.stdout
+    assert "For 20 requests a second, 1,024 prompt and 256 new tokens" in done.stdout
     deployment = load_deployment(out)
     assert deployment.config.model.path == "/models/llama-2-7b"
     assert deployment.config.model.max_model_len == 2048
@@ -168,8 +174,65 @@ def test_a_trace_is_a_demand(world: World, tmp_path: Path) -> None:
     demand = json.loads(world.run(*arguments).stdout)["proposal"]["demand"]
     assert (demand["mean_prompt"], demand["mean_output"]) == (400, 40)
     assert demand["rate"] == pytest.approx(30 / 58)
-    said = world.run(*arguments, "--context", "439").stdout
-    assert "100.0% of the requests are longer than 439 tokens: refused" in said
+
+
+def test_requests_that_would_be_refused_are_not_planned_for(world: World, tmp_path: Path) -> None:
+    trace, out = tmp_path / "trace.csv", tmp_path / "new" / "plan.yaml"
+    rows = [f"2023-11-16 18:17:{i:02d},{3000 if i % 4 else 400},40" for i in range(0, 60, 1)]
+    trace.write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)))
+    arguments = ("plan", "llama-2-7b", "--device", "a100-80g", *TARGETS, "--trace", str(trace))
+    written = ("-o", str(out), "--model-path", "/models/llama")
+    refused = world.run(*arguments, "--context", "2048", *written)
+    assert refused.exit_code == 1 and not out.exists()
+    assert "75.0% of the requests are longer than --context 2,048" in refused.stderr
+    assert "--context 3040 holds all of them" in refused.stderr
+    rows = [f"2023-11-16 18:17:{i:02d},{400 if i % 4 else 3000},40" for i in range(0, 60, 1)]
+    trace.write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)))
+    done = world.run(*arguments, "--context", "2048", *written)
+    assert done.exit_code == 0, done.stderr
+    said = "25.0% of the requests are longer than 2,048 tokens: they are refused, and not counted here"
+    assert said in done.stdout and f"# {said}." in out.read_text()
+    demand = json.loads(world.run(*arguments, "--json").stdout)["proposal"]["demand"]
+    assert (demand["mean_prompt"], demand["refused_share"]) == (400, 0.25)
+    assert demand["rate"] == pytest.approx(60 / 59 * 0.75)
+
+
+def test_float32_has_a_ceiling_of_its_own() -> None:
+    device, speed = find_speed(find_model("llama-2-7b"), "a100-80g", Shape(dtype="float32"), efficiency=1.0)
+    assert (device.flop_per_s, speed.roofs.flop_per_s) == (19.5e12, 19.5e12)
+    assert device.source.endswith("FP32 19.5 TFLOPS")
+    assert find_speed(find_model("llama-2-7b"), "h100", Shape(), efficiency=1.0)[0].flop_per_s == 989.4e12
+
+
+def test_what_caps_the_pool_and_the_batch_is_said(world: World) -> None:
+    arguments = ("plan", "smollm2-135m", "--device", "h100", "--max-running", "64", "--json")
+    facts = json.loads(world.run(*arguments).stdout)
+    assert facts["memory"]["requests"] == 256 and "engine's rule" in facts["memory"]["cap"]
+    assert [(row["batch"], row["fits"], row["runs"]) for row in facts["decode"]][-2:] == [
+        (128, True, False),
+        (256, True, False),
+    ]
+    said = world.run(*arguments[:-1]).stdout
+    for text in ("the pool is capped by", "beyond max_running", "at most 64 of them run at the same time"):
+        assert text in said
+    large = json.loads(world.run("plan", "llama-2-7b", "--device", "a100-80g", "--json").stdout)
+    assert large["memory"]["cap"] == ""
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--prompt", "9" * 401),
+        ("--batch", "9" * 401),
+        ("--length-divisor", "1e-305"),
+        ("--rate-divisor", "1e305"),
+        ("--rate", "1e308"),
+    ],
+)
+def test_numbers_without_meaning_are_refused(world: World, option: tuple[str, str]) -> None:
+    done = world.run("plan", "llama-2-7b", *option)
+    assert (done.exit_code, done.exception.__class__) == (2, SystemExit)
+    assert f"Invalid value for '{option[0]}'" in done.stderr
 
 
 def test_files_need_to_know_the_folder(world: World, tmp_path: Path) -> None:

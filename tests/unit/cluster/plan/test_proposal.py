@@ -6,7 +6,7 @@ import pytest
 
 from cluster.figures.step_cost import StepCost
 from cluster.figures.traces import TraceRequest
-from cluster.plan.demand import Demand, Targets, of_trace
+from cluster.plan.demand import Demand, Targets, TooLong, of_trace
 from cluster.plan.proposal import GroupLimits, NotReachable, propose_apart, propose_unified
 from cluster.plan.queueing import PrefillQueue
 
@@ -111,6 +111,11 @@ def test_a_trace_is_planned_for_its_busiest_minute() -> None:
     found = of_trace(requests, "a.csv")
     assert found.rate == 0.5
     assert len(found.lengths) == 37 and found.mean_output == 10
-    assert (found.share_above(145), found.share_above(146)) == (1 / len(found.lengths), 0.0)
+    assert found.within(146) == found
+    shorter = found.within(145)
+    assert (len(shorter.lengths), shorter.refused_share) == (36, pytest.approx(1 / 37))
+    assert shorter.rate == pytest.approx(0.5 * 36 / 37)
+    with pytest.raises(TooLong, match=r"97.3% of the requests .* --context 146 holds all of them"):
+        found.within(110)
     short = of_trace(requests[:3], "a.csv")
     assert short.rate == 3 / 20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
+from cluster.cli.commands import app
 from cluster.simulate.report import spread
 from tests.unit.cluster.simulate.traces import PLAIN, conversations
 

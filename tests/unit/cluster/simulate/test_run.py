@@ -169,7 +169,7 @@ def test_refused_requests_end_too() -> None:
 def test_clusters_that_cannot_serve_are_named() -> None:
     long = [request(0, 0.0, 10, 5), request(1, 0.0, 6395, 6)]
     with pytest.raises(
-        DoesNotFit, match=r"request 1 has 6395 \+ 6 tokens, in 401 KV blocks; a group has 400"
+        DoesNotFit, match=r"request 1 has 6,395 \+ 6 tokens, in 401 KV blocks; a group has 400"
     ):
         simulate(long, config(ONE), "prefix")
     with pytest.raises(DoesNotFit, match="no group answers"):
