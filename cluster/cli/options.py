@@ -28,7 +28,8 @@ def above_zero(value: float | None) -> float | None:
 
 def divisor(value: float) -> float:
     """For options that scale a trace: beyond these, times and lengths have no meaning any more."""
-    if not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:  # NaN is not either
+    above_zero(value)
+    if not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:
         raise typer.BadParameter(f"{value:g} is not between {_LEAST_DIVISOR:g} and {_MOST_DIVISOR:g}.")
     return value
 
