@@ -68,6 +68,10 @@ class Checkpoint:
         self.tensors: Mapping[str, StoredTensor] = {**own, **lent}
         self.entries: Entries = {name: stored.entry for name, stored in self.tensors.items()}
         self.prefix = self._stored_prefix()
+        # Of all tensors of a plain checkpoint, by their names in the files.
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            self.stored_name(name): shape for name, shape in expected_tensors(self.spec).items()
+        }
         self.is_tied, self.embedding_name, self.head_name = self._head_and_embedding()
         self._check_tensors()
 
@@ -78,6 +82,11 @@ class Checkpoint:
     @property
     def vocab_size(self) -> int:
         return self.spec.vocab_size
+
+    @property
+    def files(self) -> list[Path]:
+        """That hold tensors."""
+        return [header.file for header in self._headers]
 
     @property
     def weight_bytes(self) -> int:
@@ -103,10 +112,6 @@ class Checkpoint:
         """Of a matrix that a plain checkpoint has as `name`, where this one stores it in few bits."""
         return stem_in(name, self.layout, self.entries)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors of a plain checkpoint, by their names in the files."""
-        return {self.stored_name(name): shape for name, shape in expected_tensors(self.spec).items()}
-
     def is_of_layer(self, name: str) -> bool:
         """Whether a tensor, by its name in the files, belongs to one of the layers."""
         names = self.spec.weights
@@ -118,7 +123,7 @@ class Checkpoint:
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a matrix, by its name in the files."""
-        first, second = self.shapes()[name]
+        first, second = self.shapes[name]
         return (second, first) if self.is_inputs_first(name) else (first, second)
 
     def is_idle(self, name: str) -> bool:
@@ -220,7 +225,7 @@ class Checkpoint:
 
     def _check_tensors(self) -> None:
         """Compares what the files hold with what the config needs; all differences in one message."""
-        wanted = self.shapes()
+        wanted = dict(self.shapes)
         if self.is_tied:
             names = self.spec.weights
             tied = {f"{self.prefix}{names.embedding}.weight", f"{names.head}.weight"}

@@ -158,9 +158,7 @@ class _Loader:
 
     def _column_parallel(self, parts: list[tuple[str, tuple[range, ...]]], has_bias: bool) -> PackedLinear:
         """Some outputs of some matrices with equal inputs, one below the other."""
-        matrices = [self._matrix(name, outputs=spans) for name, spans in parts]
-        weight = _stacked(matrices, self._dtype)
-        del matrices  # of several, `weight` is a copy
+        weight = self._joined(parts)
         bias = None
         if has_bias:
             bias = torch.cat([self._vector(f"{name}.bias", spans) for name, spans in parts])
@@ -169,7 +167,7 @@ class _Loader:
     def _row_parallel(self, name: str, inputs: range, has_bias: bool) -> PackedLinear:
         """Some inputs of a matrix. Rank 0 brings the bias, so that the sum over ranks has it once."""
         bias = self._vector(f"{name}.bias") if has_bias and self._parallel.rank == 0 else None
-        return self._pack(name, self._matrix(name, inputs=inputs), bias, self._quantization)
+        return self._pack(name, self._joined([(name, ())], inputs), bias, self._quantization)
 
     def _head(self) -> torch.Tensor | QuantizedWeight:
         name, rows = self._checkpoint.head_name, self._spans.vocab
@@ -203,13 +201,17 @@ class _Loader:
         stored = self._vector(f"{name}.weight", None if span is None else (span,), self._norm_dtype)
         return stored + self._spec.norm_offset if self._spec.norm_offset else stored
 
-    def _matrix(
-        self, name: str, *, outputs: Sequence[range] | None = None, inputs: range | None = None
+    def _joined(
+        self, parts: Sequence[tuple[str, Sequence[range]]], inputs: range | None = None
     ) -> torch.Tensor | QuantizedWeight:
-        stored = self._checkpoint.stored_name(f"{name}.weight")
-        return self._kept(stored, outputs, inputs, self._quantization) or self._reader.matrix(
-            stored, outputs=outputs, inputs=inputs, inputs_first=self._spec.weights.inputs_first
-        )
+        """Some outputs of some matrices, one below the other: with the codes of the files where all of them
+        have some of one form, else as values. Without spans: all outputs."""
+        stored = [(self._checkpoint.stored_name(f"{name}.weight"), spans or None) for name, spans in parts]
+        kept = [self._kept(name, spans, inputs, self._quantization) for name, spans in stored]
+        coded = [weight for weight in kept if weight is not None]
+        if len(coded) == len(kept) and len({weight.quantization for weight in coded}) == 1:
+            return stack(coded)
+        return self._reader.joined(stored, inputs=inputs, inputs_first=self._spec.weights.inputs_first)
 
     def _kept(
         self, stored: str, outputs: Sequence[range] | None, inputs: range | None, wanted: Quantization
@@ -229,15 +231,3 @@ class _Loader:
         return self._reader.vector(self._checkpoint.stored_name(name), spans, dtype)
 
 
-def _stacked(
-    parts: list[torch.Tensor | QuantizedWeight], dtype: torch.dtype
-) -> torch.Tensor | QuantizedWeight:
-    """One below the other: with their codes where all are of one form, else as values."""
-    if len(parts) == 1:
-        return parts[0]
-    coded = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(coded) == len(parts) and len({part.quantization for part in coded}) == 1:
-        return stack(coded)
-    return torch.cat(
-        [part.values().to(dtype) if isinstance(part, QuantizedWeight) else part for part in parts]
-    )

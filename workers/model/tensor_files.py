@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Final, Self
 import torch
 
 from workers.model.errors import CheckpointError
-from workers.model.safetensors_header import DTYPE_BYTES
 from workers.regular_file import open_regular
 
 if TYPE_CHECKING:
     from workers.model.checkpoint import StoredTensor
 
-_DTYPES: Final = {
+DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -36,6 +35,7 @@ _DTYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_AHEAD_BYTES = 64 << 20
 _BUFFER_BYTES = 8 << 20  # of whole rows that only some columns are wanted of
 
 
@@ -57,46 +57,49 @@ class TensorFiles:
         self._open.clear()
         self._stack.close()
 
-    def part(self, name: str, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """All of a tensor, some rows of it, or of a matrix some columns of some rows. In memory of its own.
+    def part(
+        self,
+        name: str,
+        rows: range | None = None,
+        columns: range | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All of a tensor, some rows of it, or of a matrix some columns of some rows; in memory of its own,
+        or in `out`, which is contiguous and of that shape and dtype.
 
         Raises CheckpointError when the file has become shorter or cannot be read.
         """
         stored = self._tensors[name]
-        entry, size = stored.entry, DTYPE_BYTES[stored.entry.dtype]
-        if not entry.shape:
-            return self._read(stored, entry.start, size).view(_DTYPES[entry.dtype]).reshape(())
-        rows = range(entry.shape[0]) if rows is None else rows
-        row_bytes = (entry.stop - entry.start) // max(1, entry.shape[0])
-        at = entry.start + rows.start * row_bytes
-        shape = (len(rows), *entry.shape[1:])
+        entry, dtype = stored.entry, DTYPES[stored.entry.dtype]
+        shape = entry.shape
+        row_bytes = (entry.stop - entry.start) // max(1, shape[0]) if shape else dtype.itemsize
+        at = entry.start
+        if rows is not None:
+            at, shape = at + rows.start * row_bytes, (len(rows), *shape[1:])
+        if columns is not None:
+            shape = (shape[0], len(columns))
+        found = torch.empty(shape, dtype=dtype) if out is None else out
+        assert found.shape == shape and found.dtype == dtype and found.is_contiguous(), name
+        content = found.reshape(-1).view(torch.uint8)
         if columns is None or columns == range(entry.shape[1]):
-            found = self._read(stored, at, len(rows) * row_bytes)
-        else:
-            wanted = slice(columns.start * size, columns.stop * size)
-            found = self._columns(stored, at, len(rows), row_bytes, wanted)
-            shape = (len(rows), len(columns))
-        return found.view(-1).view(_DTYPES[entry.dtype]).view(shape)
+            self._fill(stored, at, content)
+        elif content.numel():
+            wanted = slice(columns.start * dtype.itemsize, columns.stop * dtype.itemsize)
+            self._fill_columns(stored, at, row_bytes, wanted, content.view(shape[0], -1))
+        return found
 
-    def _columns(
-        self, stored: StoredTensor, at: int, num_rows: int, row_bytes: int, wanted: slice
-    ) -> torch.Tensor:
-        """Bytes `wanted` of each of the rows that begin at byte `at` of the file, (rows, bytes)."""
-        found = torch.empty((num_rows, wanted.stop - wanted.start), dtype=torch.uint8)
+    def _fill_columns(
+        self, stored: StoredTensor, at: int, row_bytes: int, wanted: slice, into: torch.Tensor
+    ) -> None:
+        """Bytes `wanted` of each of the rows that begin at byte `at` of the file; into (rows, bytes)."""
         step = max(1, _BUFFER_BYTES // row_bytes)
         if self._buffer.shape[0] < step * row_bytes:
             self._buffer = torch.empty(step * row_bytes, dtype=torch.uint8)
-        for first in range(0, num_rows, step):
-            count = min(step, num_rows - first)
+        for first in range(0, into.shape[0], step):
+            count = min(step, into.shape[0] - first)
             buffer = self._buffer[: count * row_bytes]
             self._fill(stored, at + first * row_bytes, buffer)
-            found[first : first + count] = buffer.view(count, row_bytes)[:, wanted]
-        return found
-
-    def _read(self, stored: StoredTensor, at: int, num_bytes: int) -> torch.Tensor:
-        found = torch.empty(num_bytes, dtype=torch.uint8)
-        self._fill(stored, at, found)
-        return found
+            into[first : first + count] = buffer.view(count, row_bytes)[:, wanted]
 
     def _fill(self, stored: StoredTensor, at: int, into: torch.Tensor) -> None:
         """into: bytes, contiguous."""
@@ -110,6 +113,8 @@ class TensorFiles:
             if count == 0:
                 raise CheckpointError(f"{stored.file}: tensor {stored.entry.name} has become shorter")
             done += count
+        # What follows is mostly what is read next: the system fetches it while these bytes are worked on.
+        os.posix_fadvise(descriptor, at + done, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def _descriptor(self, file: Path) -> int:
         found = self._open.get(file)

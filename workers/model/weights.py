@@ -20,7 +20,7 @@ from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
 from workers.model.formats.reading import Span, StoredWeight, read_part
 from workers.model.lending import check_ids
-from workers.model.tensor_files import TensorFiles
+from workers.model.tensor_files import DTYPES, TensorFiles
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +74,47 @@ class WeightReader:
 
         inputs_first: it lies as (inputs, outputs) in the file.
         """
-        spans: Sequence[range | None] = (None,) if outputs is None else outputs
+        return self.joined([(name, outputs)], inputs=inputs, inputs_first=inputs_first)
+
+    def joined(
+        self,
+        parts: Sequence[tuple[str, Sequence[range] | None]],
+        *,
+        inputs: range | None = None,
+        inputs_first: bool = False,
+    ) -> torch.Tensor:
+        """As `matrix`, of several with equal inputs, one below the other: names, and spans of their outputs.
+
+        Nothing is in memory twice, where the files have the wanted dtype.
+        """
+        pieces = [
+            (name, span)
+            for name, outputs in parts
+            for span in (outputs or [range(self._checkpoint.matrix_shape(name)[0])])
+        ]
+        width = self._checkpoint.matrix_shape(parts[0][0])[1] if inputs is None else len(inputs)
+        whole = torch.empty((sum(len(span) for _, span in pieces), width), dtype=self._dtype)
+        at = 0
+        for name, span in pieces:
+            piece = whole[at : at + len(span)]
+            self._read_into(piece, name, span, inputs, inputs_first)
+            self._check(name, piece)
+            at += len(span)
+        return whole.to(self._device)
+
+    def _read_into(
+        self, piece: torch.Tensor, name: str, span: range, inputs: range | None, inputs_first: bool
+    ) -> None:
+        """Some outputs of a matrix; piece (outputs, inputs), contiguous."""
         if self._checkpoint.stem(name) is not None:
-            return self._checked(name, [part.values() for part in self._parts(name, spans, inputs)])
-        if inputs_first:
-            return self._checked(name, [self._files.part(name, inputs, span).T for span in spans])
-        return self._checked(name, [self._files.part(name, span, inputs) for span in spans])
+            (stored,) = self._parts(name, [span], inputs)
+            piece.copy_(stored.values())
+        elif inputs_first:
+            piece.copy_(self._files.part(name, inputs, span).T)
+        elif DTYPES[self._checkpoint.entries[name].dtype] is self._dtype:
+            self._files.part(name, span, inputs, out=piece)
+        else:
+            piece.copy_(self._files.part(name, span, inputs))
 
     def kept(
         self, name: str, *, outputs: Sequence[range] | None = None, inputs: range | None = None
@@ -118,13 +153,17 @@ class WeightReader:
         self, name: str, parts: list[torch.Tensor], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        tensor = whole.to(dtype=dtype or self._dtype, device=self._device).contiguous()
-        # The sum is quick and finite for any finite weights of sane size; the exact test follows only if not.
-        if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(tensor.isfinite().all()):
+        tensor = whole.to(dtype or self._dtype).contiguous()
+        self._check(name, tensor)
+        return tensor.to(self._device)
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        # The sum is quick and finite for any finite weights of sane size; the exact tests follow only if not.
+        total = float(tensor.sum(dtype=torch.float32))
+        if not math.isfinite(total) and not bool(tensor.isfinite().all()):
             raise self._not_finite(name)
-        if tensor.ndim > 1 and tensor.numel() > 0 and not bool(tensor.any()):
+        if total == 0 and tensor.ndim > 1 and tensor.numel() > 0 and not bool(tensor.any()):
             _log.warning("tensor %s is all zero", name)
-        return tensor
 
     def _not_finite(self, name: str) -> CheckpointError:
         stored = self._checkpoint.tensors.get(name)

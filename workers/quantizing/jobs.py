@@ -70,9 +70,7 @@ def plan_of(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[PlannedTensor]:
 def _linear(checkpoint: Checkpoint) -> list[str]:
     """The matrices of linear layers and the head, as a plain checkpoint calls them."""
     layers = [
-        name
-        for name, shape in checkpoint.shapes().items()
-        if len(shape) == 2 and checkpoint.is_of_layer(name)
+        name for name, shape in checkpoint.shapes.items() if len(shape) == 2 and checkpoint.is_of_layer(name)
     ]
     return [*layers, checkpoint.head_name]
 

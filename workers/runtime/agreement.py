@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from workers.runtime.handshake import Facts
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESS_IDS = "/proc/self/ns/pid"  # names the namespace in which this process's id means something
+_FILES = "files"
 _MACHINE = "machine"
 _DEVICE = "device"
 _COLLECTIVES = "collectives"
@@ -29,6 +31,26 @@ def code_digest() -> str:
         if file.suffix in (".py", ".cpp", ".h"):
             digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
+
+
+def file_facts(files: Sequence[Path]) -> Facts:
+    """Which files these are: equal for ranks that see the very same ones, unchanged. Raises OSError."""
+    digest = blake2b(machine_id().encode(), digest_size=16)
+    for file in files:
+        status = file.stat()
+        parts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        digest.update(" ".join(map(str, parts)).encode() + b"\n")
+    return {_FILES: digest.hexdigest()}
+
+
+def agree_on_files(by_rank: dict[int, Facts]) -> Facts:
+    """Whether all ranks see the very same files: then nobody has to read them for their content's digest."""
+    return {_FILES: int(len({facts.get(_FILES) for facts in by_rank.values()}) == 1)}
+
+
+def are_same_files(agreed: Facts) -> bool:
+    """Of the answer of `agree_on_files`."""
+    return bool(agreed[_FILES])
 
 
 def identity_facts(

@@ -34,8 +34,10 @@ from workers.model.parallel import TensorParallel
 from workers.ports import connect_store, open_port, open_store
 from workers.runtime import shared_memory
 from workers.runtime.agreement import (
+    agree_on_files,
     agree_on_identity,
     agree_on_memory,
+    are_same_files,
     collectives_of,
     memory_facts,
     num_blocks_of,
@@ -182,7 +184,9 @@ class Leader:
     def _load_group(self, link: LeaderLink) -> RankFacts:
         model = self._model
         link.accept(JOIN_TIMEOUT_S)
-        agreed = link.agree(model.identity(), agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
+        files = link.agree(model.files(), agree_on_files, timeout_s=LOAD_TIMEOUT_S)
+        identity = model.identity(same_files=are_same_files(files))
+        agreed = link.agree(identity, agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
         num_here = self._ranks_on_machine = num_ranks_here(agreed)
         self._group = _process_group(
             self._config, 0, self._host, self._store, model.device, collectives_of(agreed)
@@ -277,7 +281,9 @@ class Follower:
 
     def _load(self, link: FollowerLink, prepare: Prepare) -> None:
         model = RankModel(self._config, self._rank)
-        agreed = link.agree(model.identity(), timeout_s=LOAD_TIMEOUT_S)
+        files = link.agree(model.files(), timeout_s=LOAD_TIMEOUT_S)
+        identity = model.identity(same_files=are_same_files(files))
+        agreed = link.agree(identity, timeout_s=LOAD_TIMEOUT_S)
         num_here = num_ranks_here(agreed)
         meeting = self._rendezvous
         store = connect_store(meeting.host, meeting.store_port, timeout_s=STORE_TIMEOUT_S)

@@ -19,7 +19,7 @@ from workers.model.medusa import load_heads
 from workers.model.medusa_folder import MedusaFolder
 from workers.model.parallel import TensorParallel
 from workers.model.spec import check_tensor_parallel
-from workers.runtime.agreement import code_digest, identity_facts
+from workers.runtime.agreement import code_digest, file_facts, identity_facts
 from workers.runtime.ceilings import measure_ceilings, of_group
 from workers.runtime.device import (
     choose_device,
@@ -91,10 +91,16 @@ class RankModel:
         self._cache_forms = [self._form(self._checkpoint.spec, each) for each in range(self._size)]
         self._buckets: Buckets | None = None  # of CUDA graphs; None: there will be none
 
-    def identity(self) -> Facts:
-        """What the ranks compare. Reads all weight files once, for their digest."""
+    def files(self) -> Facts:
+        """Which files the checkpoint consists of."""
+        return file_facts([self._checkpoint.folder / "config.json", *self._checkpoint.files])
+
+    def identity(self, *, same_files: bool) -> Facts:
+        """What the ranks compare. Reads all weight files once, for their digest, unless all ranks are known
+        to see the same ones."""
+        checkpoint = self._checkpoint
         return identity_facts(
-            content_hash=self._checkpoint.content_hash(),
+            content_hash=checkpoint.model_hash() if same_files else checkpoint.content_hash(),
             dtype=self._dtype,
             kv_dtype=self._kv_dtype,
             quantization=self._quantization,

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,9 +23,12 @@ from tests.unit.runtime.links import (
 )
 from workers.engine.step import GroupFailed
 from workers.runtime.agreement import (
+    agree_on_files,
     agree_on_identity,
     agree_on_memory,
+    are_same_files,
     collectives_of,
+    file_facts,
     machine_id,
     memory_facts,
     num_blocks_of,
@@ -132,6 +136,17 @@ def test_a_difference_is_told_to_all_ranks():
                 made.link.agree(own, agree_on_identity, timeout_s=5)
             thread.join(5)
             assert reasons == [str(raised.value)]
+
+
+def test_the_very_same_files_are_known_without_reading_them(tmp_path: Path):
+    file, copy = tmp_path / "a", tmp_path / "b"
+    file.write_bytes(b"weights")
+    copy.write_bytes(b"weights")
+    same, other = file_facts([file]), file_facts([copy])
+    assert are_same_files(agree_on_files({0: same, 1: file_facts([file])}))
+    assert not are_same_files(agree_on_files({0: same, 1: other}))
+    file.write_bytes(b"Weights")  # as long, at another time
+    assert not are_same_files(agree_on_files({0: same, 1: file_facts([file])}))
 
 
 def test_machines_are_counted():
