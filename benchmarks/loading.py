@@ -67,14 +67,18 @@ def main(arguments: Sequence[str]) -> int:
     rows = []
     for number in range(options.runs):
         rate = _disk_rate(checkpoint)
-        _drop(checkpoint)
-        ranks = _run_ranks(folder, options.ranks)
+        ranks: list[dict[str, float]] = []
+        numbers = range(options.ranks)
+        for together in ([number] for number in numbers) if options.one_by_one else (list(numbers),):
+            _drop(checkpoint)
+            ranks += _run_ranks(folder, together, options.ranks)
         seconds = max(float(rank["seconds"]) for rank in ranks)
         row = {
             "run": number,
             "file_bytes": checkpoint.weight_bytes,
             "disk_bytes_per_s": round(rate),
             "seconds": round(seconds, 2),
+            "one_by_one": options.one_by_one,
             "share_of_disk": round(checkpoint.weight_bytes / seconds / rate, 3),
             "ranks": ranks,
         }
@@ -134,8 +138,8 @@ def _disk_rate(checkpoint: Checkpoint) -> float:
     return checkpoint.weight_bytes / (time.perf_counter() - started)
 
 
-def _run_ranks(folder: Path, size: int) -> list[dict[str, float]]:
-    """All ranks at once, from the moment when each has imported what it needs."""
+def _run_ranks(folder: Path, numbers: Sequence[int], size: int) -> list[dict[str, float]]:
+    """These ranks at once, from the moment when each has imported what it needs."""
     ranks = [
         subprocess.Popen(
             [
@@ -146,7 +150,7 @@ def _run_ranks(folder: Path, size: int) -> list[dict[str, float]]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(size)
+        for rank in numbers
     ]
     try:
         for rank in ranks:
@@ -230,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description="Loading a checkpoint.")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--one-by-one", action="store_true", help="ranks in turn, where memory is scarce")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path, help="a JSON file for the figures and the machine's facts")

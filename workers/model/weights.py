@@ -159,7 +159,8 @@ class WeightReader:
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         # The sum is quick and finite for any finite weights of sane size; the exact tests follow only if not.
-        total = float(tensor.sum(dtype=torch.float32))
+        # It adds in float32 by itself; asked to, torch would make a copy of all of it first.
+        total = float(tensor.sum())
         if not math.isfinite(total) and not bool(tensor.isfinite().all()):
             raise self._not_finite(name)
         if total == 0 and tensor.ndim > 1 and tensor.numel() > 0 and not bool(tensor.any()):

@@ -68,8 +68,21 @@ struct Units {
 inline void pack_unit(const bf16* weight, const Units& units, size_t u, char* packed) {
   const size_t width = size_t(units.vecs(u)) * LANES, first = units.first(u);
   char* to = packed + units.offset(u);
+  size_t done = 0;  // inputs of all columns
+#ifdef __AVX512BF16__
+  if (first + width <= units.columns) {
+    done = units.k / 32 * 32;
+    for (size_t j = 0; j < width; j += 16)
+      for (size_t k = 0; k < done; k += 32) {
+        __m512i pairs[16];
+        for (size_t i = 0; i < 16; i++) pairs[i] = _mm512_loadu_si512(weight + (first + j + i) * units.k + k);
+        transpose_pairs(pairs);
+        for (size_t i = 0; i < 16; i++) _mm512_storeu_si512(to + ((k / 2 + i) * width + j) * 4, pairs[i]);
+      }
+  }
+#endif
   for (size_t j = 0; j < width; j++)
-    for (size_t k = 0; k < units.k; k += 2) {
+    for (size_t k = done; k < units.k; k += 2) {
       int32_t pair = 0;
       if (first + j < units.columns) memcpy(&pair, weight + (first + j) * units.k + k, 4);
       memcpy(to + (k / 2 * width + j) * 4, &pair, 4);

@@ -31,6 +31,27 @@ inline __attribute__((always_inline)) void multiply_pair(Sums (&sum)[ROWS][VECS]
   }
 }
 
+// 16 rows of 16 pairs -> 16 columns, in place.
+inline __attribute__((always_inline)) void transpose_pairs(__m512i* r) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2)
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; j++) {
+      t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+      t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; j++) {
+    r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+    r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+  }
+}
+
 inline __m512 bias_at(const float* bias, size_t column, __mmask16 mask) {
   return bias ? _mm512_maskz_loadu_ps(mask, bias + column) : _mm512_setzero_ps();
 }
