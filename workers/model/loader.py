@@ -229,5 +229,3 @@ class _Loader:
         self, name: str, spans: Sequence[range] | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         return self._reader.vector(self._checkpoint.stored_name(name), spans, dtype)
-
-
