@@ -32,7 +32,15 @@ def open_model(config: TandemConfig, folder: Path) -> tuple[Checkpoint | None, l
         try:
             for name in TEXT_FILES:
                 resolve_inside(folder, name)
-            TextTokenizer.load(folder)
+            largest = TextTokenizer.load(folder).largest_id
+            if largest >= checkpoint.vocab_size:
+                problems.append(
+                    Problem(
+                        path="model.path",
+                        message=f"{folder}: tokenizer.json has tokens up to id {largest}, config.json says "
+                        f"vocab_size {checkpoint.vocab_size}: they are not of one model",
+                    )
+                )
         except (CheckpointError, ValueError) as error:
             problems.append(Problem(path="model.path", message=str(error)))
     return checkpoint, problems

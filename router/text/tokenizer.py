@@ -72,6 +72,8 @@ class TextTokenizer:
         self._marked = re.compile(f"{self._mark}(\\d+)Z")
         self._texts: dict[int, str] = {}
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        # Of the vocabulary proper; added tokens may lie beyond what a model has rows for, unused.
+        self.largest_id = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
         self.token_bytes: TokenBytes | None
         try:
             self.token_bytes = TokenBytes(tokenizer.id_to_token, _decoder_config(tokenizer))

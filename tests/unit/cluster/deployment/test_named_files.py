@@ -110,6 +110,54 @@ def test_a_template_is_compiled(folder: Path, template: str, words: str) -> None
     assert words in problem.message
 
 
+def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content, size = json.loads(file.read_text()), Checkpoint(folder).vocab_size
+    content["model"]["vocab"]["of-another-model"] = size
+    file.write_text(json.dumps(content))
+    (problem,) = problems_of(folder)
+    assert problem.message == (
+        f"{folder}: tokenizer.json has tokens up to id {size}, config.json says vocab_size {size}: they are "
+        "not of one model"
+    )
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("(a+)+$", ""),
+        ("((a{1,1000}){1,1000}){1,100}", ""),
+        ("a{100000}{100000}", "too big number"),
+        ("(" * 100_000, "Oniguruma error"),
+    ],
+)
+def test_a_hostile_pattern_of_a_tokenizer_costs_no_time_to_load(
+    folder: Path, pattern: str, words: str
+) -> None:
+    file = folder / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pre_tokenizer": split}))
+    problems = problems_of(folder)
+    assert [words in problem.message for problem in problems] == ([True] if words else [])
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not read; quantized checkpoints"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size must be -1 or at least 1; got 0"),
+        ({"quant_method": "tandem"}, "quantization_config lacks version"),
+        ([], "quantization_config must be an object; got []"),
+    ],
+)
+def test_a_quantized_checkpoint_that_is_not_read_is_named(folder: Path, section: object, words: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    (problem,) = problems_of(folder)
+    assert words in problem.message
+
+
 def test_templates_without_names_are_no_crash(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"x": 1}, 2]}))
