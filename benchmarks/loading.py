@@ -30,8 +30,8 @@ from benchmarks.report import record
 from cluster.models.embedded import default_root
 from workers.kernels import Quantization, kernels_for
 from workers.model.checkpoint import Checkpoint
+from workers.model.expected import expected_tensors
 from workers.model.loader import load_weights
-from workers.model.names import expected_tensors
 from workers.model.parallel import TensorParallel
 from workers.model.spec import spec_from_config
 from workers.quantizing.stream_writer import PlannedTensor, StreamWriter
