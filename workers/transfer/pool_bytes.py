@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,9 @@ class PoolBytes:
             raise ValueError("the KV pool is not contiguous: its blocks are no runs of bytes")
         self._blocks = pool.view(torch.uint8).view(pool.shape[0], -1)  # (num_blocks, block_bytes)
         self._host = self._blocks.numpy() if pool.device.type == "cpu" else None
+        self._stream: torch.cuda.Stream | None = None
+        if self._host is None:
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
 
     @property
     def num_blocks(self) -> int:
@@ -58,12 +62,21 @@ class PoolBytes:
         """Bytes to send: of the pool itself in host memory, else a copy."""
         if self._host is not None:
             return self._host[block, offset : offset + num_bytes].data
-        return self._blocks[block, offset : offset + num_bytes].cpu().numpy().data
+        with self.beside_steps():
+            return self._blocks[block, offset : offset + num_bytes].cpu().numpy().data
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """What this thread starts on a device inside does not wait for steps, nor do they for it.
+
+        No order is lost: a block is read when the step that filled it has ended, and one that is written
+        belongs to no step until `synchronize` has returned.
+        """
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def synchronize(self) -> None:
-        """Returns when all copies to and from a device are done."""
-        if self._host is None:
-            torch.cuda.current_stream(self._blocks.device).synchronize()
+        """Returns when all copies to and from a device, started `beside_steps`, are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def fill(self, block: int, offset: int, num_bytes: int, receive: Callable[[memoryview], None]) -> None:
         """`receive` fills the memory it is given; then the bytes are in the pool. What it raises goes on."""
@@ -72,7 +85,8 @@ class PoolBytes:
             return
         landing = torch.empty(num_bytes, dtype=torch.uint8)
         receive(landing.numpy().data)
-        self._blocks[block, offset : offset + num_bytes].copy_(landing)
+        with self.beside_steps():
+            self._blocks[block, offset : offset + num_bytes].copy_(landing)
         self.synchronize()
 
 

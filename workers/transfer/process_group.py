@@ -118,7 +118,8 @@ class PairReader:
         self._link = link
         self._pool = pool
         host, device = link.own_address, pool.blocks.device
-        self._buffer = torch.empty(_buffer_bytes(pool), dtype=torch.uint8, device=device)
+        with pool.beside_steps():
+            self._buffer = torch.empty(_buffer_bytes(pool), dtype=torch.uint8, device=device)
         try:
             store = open_store(host, timeout_s=timeout_s)
             link.send(Pair(host=host, port=store.port, timeout_s=timeout_s))
@@ -131,7 +132,8 @@ class PairReader:
         for piece in pieces:
             step = max(1, min(MAX_READ_BLOCKS, len(self._buffer) // piece.num_bytes))
             for start in range(0, len(blocks), step):
-                self._read(blocks[start : start + step], piece)
+                with self._pool.beside_steps():
+                    self._read(blocks[start : start + step], piece)
 
     def check(self, blocks: Sequence[BlockRead]) -> None:
         check_over(self._link, blocks)
@@ -212,7 +214,7 @@ class PairOwner:
     def _run(self) -> None:
         try:
             limit_waits(self._connection, 0, self._timeout_s)  # a reader may say nothing for long
-            with self._connection:
+            with self._connection, self._source.pool.beside_steps():
                 self._serve()
         except (OSError, RuntimeError, MessageError, TransferFailed) as error:
             _log.info("a KV pair ends: %s", error)
