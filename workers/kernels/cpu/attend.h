@@ -22,6 +22,7 @@ void find_keys(const A& a, const AttentionTask& task, long base, long end, KeyGr
                const int32_t* path = nullptr) {
   const int32_t* table = a.tables + task.sequence * a.table_width;
   found.count = int(std::min<long>(KEYS, end - base));
+  if constexpr (std::is_same_v<typename A::Stored, int8_t>) found.num_runs = 0;
   for (int j = 0; j < found.count;) {
     const bool is_row = path && base + j >= start;
     const long place = is_row ? start + path[base + j - start] : base + j, offset = place % a.cache.block_size;
@@ -29,10 +30,9 @@ void find_keys(const A& a, const AttentionTask& task, long base, long end, KeyGr
     const long page = a.cache.page(table[place / a.cache.block_size], task.head);
     const int first = j, stop = int(std::min<long>(found.count, j + run));
     for (long at = page + offset * a.d; j < stop; j++, at += a.d) found.k[j] = a.cache.k + at, found.v[j] = a.cache.v + at;
-    if constexpr (std::is_same_v<typename A::Stored, int8_t>) {
-      memcpy(found.k_scales + first, scales_of(a.cache.k + page, a.cache.block_size, a.d) + offset, (stop - first) * sizeof(half_bits));
-      memcpy(found.v_scales + first, scales_of(a.cache.v + page, a.cache.block_size, a.d) + offset, (stop - first) * sizeof(half_bits));
-    }
+    if constexpr (std::is_same_v<typename A::Stored, int8_t>)
+      found.runs[found.num_runs++] = {first, stop - first, scales_of(a.cache.k + page, a.cache.block_size, a.d) + offset,
+                                      scales_of(a.cache.v + page, a.cache.block_size, a.d) + offset};
   }
 }
 // Folds the scores of a group of keys into the rows of a token at `position`.
@@ -50,6 +50,7 @@ void attend_path(const A& a, const AttentionTask& task, const TaskSpan& span, lo
   const long end = span.start + long(path.size());
   for (long base = span.end; base < end; base += KEYS) {
     find_keys(a, task, base, end, now, span.start, path.data());
+    now.read_scales();
     Products::score(own, a.group(), now, none, a.d, wide);
     soften<Products>(a, own, 0, a.group(), end - 1, base, wide);
     Products::add_values(own, a.group(), now, none, a.d, wide);
@@ -80,6 +81,7 @@ void attend_with(const Attention<T, S>& a, const AttentionTask& task, const Atte
       const TaskSpan following(a, *next);
       find_keys(a, *next, following.base, following.end, *then);
     }
+    now->read_scales();
     Products::score(s, rows, *now, *then, a.d, wide);
     for (long t = 0; t < span.tokens; t++)
       soften<Products>(a, s, t * group, group, span.start + (span.is_tree ? long(paths[t].size()) - 1 : t), base, wide);

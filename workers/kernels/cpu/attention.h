@@ -69,13 +69,27 @@ template <class A> std::vector<AttentionTask> attention_tasks(const A& a) {
 template <class S> struct KeyGroup {
   const S *k[KEYS], *v[KEYS];
   int count = 0;
+  void read_scales() {}
   float k_value(int j, long i) const { return widen(k[j][i]); }
   float v_value(int j, long i) const { return widen(v[j][i]); }
 };
 template <> struct KeyGroup<int8_t> {
+  struct Run {  // positions whose rows lie one behind the other in a page
+    int first, count;
+    const half_bits *k_scales, *v_scales;
+  };
   const int8_t *k[KEYS], *v[KEYS];
-  half_bits k_scales[KEYS], v_scales[KEYS];
+  Run runs[KEYS];
+  int num_runs = 0;
+  half_bits k_scales[KEYS], v_scales[KEYS];  // once they have been read
   int count = 0;
+  // Not before the group's turn: whoever reads them waits for memory.
+  void read_scales() {
+    for (int r = 0; r < num_runs; r++) {
+      memcpy(k_scales + runs[r].first, runs[r].k_scales, runs[r].count * sizeof(half_bits));
+      memcpy(v_scales + runs[r].first, runs[r].v_scales, runs[r].count * sizeof(half_bits));
+    }
+  }
   float k_value(int j, long i) const { return k[j][i] * from_half(k_scales[j]); }
   float v_value(int j, long i) const { return v[j][i] * from_half(v_scales[j]); }
 };

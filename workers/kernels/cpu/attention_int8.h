@@ -31,19 +31,26 @@ struct CodeProducts {
     put_tail(to + 2 * wide, {range.step, int32_t(-128u * uint32_t(_mm512_reduce_add_epi32(total)))});
   }
   static void score(AttentionScratch& s, long rows, const KeyGroup<int8_t>& now, const KeyGroup<int8_t>& next, long d, long wide) {
-    load_keys(s, now, next, d);
+    for (int r = 0; r < next.num_runs && next.count; r++) {
+      _mm_prefetch((const char*)next.runs[r].k_scales, _MM_HINT_T1);
+      _mm_prefetch((const char*)next.runs[r].v_scales, _MM_HINT_T1);
+    }
     __m512 scales[4];
     for (int v = 0; v < 4; v++) {
       scales[v] = scales_at(now.k_scales, v * 16, now.count);
       _mm512_storeu_ps(value_scales(s, wide) + v * 16, scales_at(now.v_scales, v * 16, now.count));
     }
+    const auto finish = [&](long row, int v, __m512i sum) {
+      const Tail tail = tail_at(query_at(s, row, wide) + 2 * wide);
+      sum = _mm512_add_epi32(sum, _mm512_set1_epi32(tail.surplus));
+      const __m512 step = _mm512_mul_ps(_mm512_set1_ps(tail.step), scales[v]);
+      _mm512_storeu_ps(s.scores + row * KEYS + v * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), step));
+    };
+    if (rows <= FEW && d % 64 == 0) return with_count<1>(rows, [&](auto count) { score_few<std::min(count(), FEW)>(s, now, next, d, wide, finish); });
+    load_keys(s, now, next, d);
     in_tiles(rows, [&](auto count, long first) {
-      tile<true, count()>(query_at(s, first, wide), wide * 4, wide, (const char*)s.keys, KEYS * 4, d / 4, [&](int r, int v, __m512i sum) {
-        const Tail tail = tail_at(query_at(s, first + r, wide) + 2 * wide);
-        sum = _mm512_add_epi32(sum, _mm512_set1_epi32(tail.surplus));
-        const __m512 step = _mm512_mul_ps(_mm512_set1_ps(tail.step), scales[v]);
-        _mm512_storeu_ps(s.scores + (first + r) * KEYS + v * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), step));
-      });
+      tile<true, count()>(query_at(s, first, wide), wide * 4, wide, (const char*)s.keys, KEYS * 4, d / 4,
+                          [&](int r, int v, __m512i sum) { finish(first + r, v, sum); });
     });
   }
   // As PairProducts::softmax.
@@ -82,6 +89,7 @@ struct CodeProducts {
  private:
   static constexpr float MOST_SIGNED = 32639.f, MOST_UNSIGNED = 65535.f;  // upper and lower byte at their largest
   static constexpr int MOST_ROWS = 6;                                      // of a tile: 24 sums and 4 columns of 32 registers
+  static constexpr int FEW = 4;  // rows that take keys from their registers: 8 sums beside 16 of keys
 
   struct Tail {  // behind the bytes of a row
     float step;
@@ -120,16 +128,41 @@ struct CodeProducts {
   static __m512i codes_at(const int8_t* row, long i, long d) {  // i .. i + 63, zero from d on
     return d - i >= 64 ? _mm512_loadu_si512(row + i) : _mm512_maskz_loadu_epi8((1ull << (d - i)) - 1, row + i);
   }
-  // Rows of a group from its count on repeat the last: they count for nothing.
-  static void load_keys(AttentionScratch& s, const KeyGroup<int8_t>& now, const KeyGroup<int8_t>& next, long d) {
+  // Numbers i .. i + 63 of 16 keys as [16][key][4] of code + 128. Rows of a group from its count on repeat the last: they
+  // count for nothing.
+  static inline __attribute__((always_inline)) void take_keys(const KeyGroup<int8_t>& now, const KeyGroup<int8_t>& next, int j, long i, long d, __m512i (&r)[16]) {
     const __m512i flip = _mm512_set1_epi8(-128);
+#pragma GCC unroll 16
+    for (int n = 0; n < 16; n++) r[n] = _mm512_xor_si512(codes_at(now.k[std::min(j + n, now.count - 1)], i, d), flip);
+    for (int n = j; n < std::min(j + 16, next.count); n++) _mm_prefetch(next.k[n] + i, _MM_HINT_T1);
+    transpose_pairs(r);
+  }
+  // The sums of `tile`, for the keys below now.count, rounded up to 16.
+  template <int ROWS, class F>
+  static void score_few(AttentionScratch& s, const KeyGroup<int8_t>& now, const KeyGroup<int8_t>& next, long d, long wide, F finish) {
+    for (int j = 0; j < now.count; j += 16) {
+      __m512i upper[ROWS], lower[ROWS];
+      for (int row = 0; row < ROWS; row++) upper[row] = lower[row] = _mm512_setzero_si512();
+      for (long i = 0; i < d; i += 64) {
+        __m512i r[16];
+        take_keys(now, next, j, i, d, r);
+#pragma GCC unroll 16
+        for (int n = 0; n < 16; n++)
+#pragma GCC unroll 4
+          for (int row = 0; row < ROWS; row++) {
+            const int8_t* q = (const int8_t*)query_at(s, row, wide) + i + 4 * n;
+            upper[row] = _mm512_dpbusd_epi32(upper[row], r[n], four_codes(q));
+            lower[row] = _mm512_dpbusd_epi32(lower[row], r[n], four_codes(q + wide));
+          }
+      }
+      for (int row = 0; row < ROWS; row++) finish(row, j / 16, _mm512_add_epi32(_mm512_slli_epi32(upper[row], 8), lower[row]));
+    }
+  }
+  static void load_keys(AttentionScratch& s, const KeyGroup<int8_t>& now, const KeyGroup<int8_t>& next, long d) {
     for (int j = 0; j < KEYS; j += 16)
       for (long i = 0; i < d; i += 64) {
         __m512i r[16];
-#pragma GCC unroll 16
-        for (int n = 0; n < 16; n++) r[n] = _mm512_xor_si512(codes_at(now.k[std::min(j + n, now.count - 1)], i, d), flip);
-        for (int n = j; n < std::min(j + 16, next.count); n++) _mm_prefetch(next.k[n] + i, _MM_HINT_T1);
-        transpose_pairs(r);
+        take_keys(now, next, j, i, d, r);
         char* to = (char*)s.keys + (i / 4 * KEYS + j) * 4;
         for (long n = 0, end = std::min(16L, (d - i) / 4); n < end; n++) _mm512_storeu_si512(to + n * KEYS * 4, r[n]);
       }
