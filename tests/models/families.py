@@ -62,7 +62,7 @@ _TINY_GPT2: dict[str, object] = {
     "n_positions": 64,
     **_NO_ENDS,
 }
-_ORIGINAL = 39  # the longest graded prompt is one longer, the others stay below with all their new tokens
+_ORIGINAL = 39  # the longest graded prompt is one longer, the others and their new tokens stay below
 
 
 def _rope(kind: str, **values: object) -> dict[str, object]:

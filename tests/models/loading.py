@@ -8,7 +8,6 @@ import torch
 
 from tests.models.paging import PagedModel
 from workers.kernels import Quantization
-from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import load_decoder
 from workers.model.parallel import TensorParallel
@@ -37,8 +36,3 @@ def logits_of(model: PagedModel, token_ids: list[int], *, chunk: int | None = No
     model.read([sequence], chunk)
     model.release(sequence)
     return torch.stack(sequence.logits)
-
-
-def reads_in_chunks(spec: ModelSpec) -> bool:
-    """Whether a prompt may be read in several steps and still give transformers' numbers."""
-    return spec.is_prefix_reusable(spec.max_model_len)

@@ -56,6 +56,10 @@ class PagedModel:
 
     def step(self, work: Sequence[tuple[PagedSequence, int]], *, want: str = "all") -> None:
         """Computes the next `count` tokens of every sequence; keeps logits of all rows, the last, or none."""
+        spec = self.decoder.spec
+        turns_by_length = not spec.is_prefix_reusable(spec.max_model_len)
+        ends = [sequence.num_computed + count for sequence, count in work]
+        lengths = [max(end, len(sequence.token_ids)) for end, (sequence, _) in zip(ends, work, strict=True)]
         lens, starts, counts = [], [], []
         tokens: list[int] = []
         blocks: list[int] = []
@@ -78,6 +82,7 @@ class PagedModel:
             blocks=blocks,
             logit_rows=rows,
             zero_blocks=(),
+            lengths=lengths if turns_by_length and any(map(int.__gt__, lengths, ends)) else (),
         )
         drawn = self.decoder.forward(message, self._kv)
         taken = 0

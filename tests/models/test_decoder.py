@@ -11,7 +11,7 @@ import torch
 
 from tests.models import checkpoints
 from tests.models.families import FAMILIES
-from tests.models.loading import logits_of, paged_model, reads_in_chunks
+from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
 from workers.kernels import StepMessage, pack_step
 
@@ -27,14 +27,13 @@ def test_logits_and_greedy_tokens_equal_transformers_however_chunked(
     oracle, model = Oracle(folder), paged_model(folder)
     text = checkpoints.prompt_ids(50)
     wanted_logits = oracle.logits(text)
-    chunked = reads_in_chunks(model.decoder.spec)
-    for chunk in (1, 7, 16, None) if chunked else (None,):
+    for chunk in (1, 7, 16, None):
         torch.testing.assert_close(logits_of(model, text, chunk=chunk), wanted_logits, atol=1e-4, rtol=0)
     prompts = checkpoints.graded_prompts()
     wanted = [oracle.greedy(prompt, checkpoints.NUM_GRADED_TOKENS) for prompt in prompts]
+    # All prompts in one batch, in chunks that mix prompt parts of some with the last token of others.
+    assert model.greedy(prompts, checkpoints.NUM_GRADED_TOKENS, chunk=7) == wanted
     assert model.greedy(prompts, checkpoints.NUM_GRADED_TOKENS) == wanted
-    if chunked:  # all prompts in one batch, parts of some with the last token of others
-        assert model.greedy(prompts, checkpoints.NUM_GRADED_TOKENS, chunk=7) == wanted
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])

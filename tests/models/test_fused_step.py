@@ -10,7 +10,7 @@ import torch
 
 from tests.models import checkpoints
 from tests.models.families import CORE, FAMILIES
-from tests.models.loading import logits_of, reads_in_chunks
+from tests.models.loading import logits_of
 from tests.models.paging import PagedModel
 from tests.unit.kernels.builds import PACKED, build
 from workers.kernels import FusedStep, Kernels, StepModel
@@ -60,8 +60,7 @@ def test_fused_equals_single_operators(name: str, kernels: str, family_folder: C
     for chunk in (1, 7, None):
         assert torch.equal(logits_of(fused, text, chunk=chunk), logits_of(single, text, chunk=chunk))
     prompts = checkpoints.graded_prompts()
-    chunk = 7 if reads_in_chunks(fused.decoder.spec) else None
-    assert fused.greedy(prompts, 20, chunk=chunk) == single.greedy(prompts, 20)
+    assert fused.greedy(prompts, 20, chunk=7) == single.greedy(prompts, 20)
 
 
 @pytest.mark.parametrize("kernels", PACKED[:1])

@@ -12,8 +12,10 @@ from tests.models import checkpoints
 from tests.models.engine_groups import GREEDY, Client, start_group
 from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
+from workers.config import SpeculativeConfig
 
 LLAMA = checkpoints.family("llama")
+LONGROPE_SEED = 3  # without near ties in what is asked of it here
 
 
 def rope(kind: str, **values: object) -> dict[str, object]:
@@ -104,3 +106,21 @@ def test_the_spelling_before_transformers_5(tmp_path: Path) -> None:
     )
     ours = logits_of(paged_model(folder), checkpoints.prompt_ids(40))
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["none", "prompt_lookup"])
+@pytest.mark.parametrize(("chunk", "tensor_parallel"), [(None, 1), (7, 1), (16, 2)])
+def test_longrope_computes_a_sequence_again_where_its_long_factors_set_in(
+    chunk: int | None, tensor_parallel: int, method: str, tmp_path: Path
+) -> None:
+    """As `generate` of Phi-3 does: the prompts end before, at and after the original length of 39."""
+    folder = checkpoints.build(tmp_path / "m", checkpoints.family("phi3_longrope"), seed=LONGROPE_SEED)
+    oracle = Oracle(folder)
+    prompts = [checkpoints.prompt_ids(length, seed=length) for length in (30, 39, 50)]
+    params = replace(GREEDY, max_tokens=24)
+    speculative = SpeculativeConfig(method=method, max_draft_tokens=3)
+    with start_group(folder, tensor_parallel, speculative=speculative) as group:
+        client = Client(group.facts, group.executor, max_prefill_chunk=chunk, speculative=speculative)
+        found = [answer.token_ids for answer in client.generate(prompts, params)]
+        assert client.engine.stats().preemptions_total == 0
+    assert found == [oracle.greedy(prompt, 24) for prompt in prompts]

@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import checkpoints
 from tests.models.families import FAMILIES
-from tests.models.loading import logits_of, paged_model, reads_in_chunks
+from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
 from tests.models.ranks import Found, Work, run_ranks
-from workers.model.checkpoint import Checkpoint
 
 LLAMA = checkpoints.family("llama")
 EVERY_FAMILY = [entry.name for entry in FAMILIES]
@@ -57,7 +56,7 @@ def two_ranks(
             texts=[TEXT, TEXT[:17]],
             prompts=checkpoints.graded_prompts(),
             num_tokens=checkpoints.NUM_GRADED_TOKENS,
-            chunk=16 if reads_in_chunks(Checkpoint(family_folder(name)).spec) else None,
+            chunk=16,
         )
     for name, overrides in SHAPES.items():
         folder = checkpoints.build(root / name, LLAMA, seed=1, **overrides)

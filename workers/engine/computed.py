@@ -8,12 +8,18 @@
 
 Blocks are released in models whose every layer has a sliding window. A released block stays findable by its
 hash until it is evicted, as those of a finished request do.
+
+In models with two sets of rotary frequencies, by the length of the sequence, one that grows past the limit
+between them has to be computed again, all of it, before the step that makes it longer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from workers.engine.block_pool import BlockPool
 from workers.engine.prefixes import PrefixesInProgress
+from workers.engine.request import EngineLimits
 from workers.engine.sequence import Sequence
 
 # Attention kernels take keys in groups of as many positions, aligned from the start of a sequence, and may
@@ -26,18 +32,19 @@ class ComputedBlocks:
 
     def __init__(
         self,
-        *,
         pool: BlockPool,
         block_size: int,
         prefix_reuse: bool,
-        window: int | None,
+        limits: EngineLimits,
         in_progress: PrefixesInProgress,
+        keeps_all: bool,
     ) -> None:
-        """window: tokens that a row sees at most, itself included; None: all."""
+        """keeps_all: nothing is released, whatever the window."""
         self._pool = pool
         self._block_size = block_size
         self._prefix_reuse = prefix_reuse
-        self._window = window
+        self._window = None if keeps_all else limits.window
+        self._recompute_past = limits.recompute_past
         self._in_progress = in_progress
 
     def note(self, sequence: Sequence) -> None:
@@ -46,6 +53,15 @@ class ComputedBlocks:
             self._seal(sequence)
         if self._window is not None and sequence.search is None:
             self._release(sequence, self._window)
+
+    def outgrown(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those that the next step would make longer than their keys are good for; each is named once."""
+        if self._recompute_past is None:
+            return []
+        found = [s for s in running if s.num_computed == self._recompute_past and not s.is_outgrown]
+        for sequence in found:
+            sequence.is_outgrown = True
+        return found
 
     def spoil(self, sequence: Sequence) -> None:
         """None of its blocks is to be trusted, those that it has given back included."""

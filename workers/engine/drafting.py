@@ -20,6 +20,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.head_guesses import HeadGuesses
 from workers.engine.model_guesses import ModelGuesses
 from workers.engine.proposals import Proposals
+from workers.engine.request import EngineLimits
 from workers.engine.sequence import SampledAt, Sequence
 from workers.engine.step import Executor
 
@@ -89,13 +90,21 @@ class Drafting:
     """Of one engine; used by its thread."""
 
     def __init__(
-        self, guesses: Guesses, governor: Governor, pool: BlockPool, block_size: int, max_drafts: int
+        self,
+        guesses: Guesses,
+        governor: Governor,
+        pool: BlockPool,
+        block_size: int,
+        max_drafts: int,
+        recompute_past: int | None = None,
     ) -> None:
+        """recompute_past: as `EngineLimits`; no step with guesses goes past it."""
         self._guesses = guesses
         self._max_drafts = max_drafts
         self._pool = pool
         self._block_size = block_size
         self._governor = governor
+        self._recompute_past = recompute_past
         self._guessing_s = 0.0  # of the step
         self.reads_blocks = isinstance(guesses, ModelGuesses)  # all of a sequence's, beside the model
 
@@ -108,6 +117,11 @@ class Drafting:
             return
         # The token after the last guess is one of those that are left.
         most = [min(self._max_drafts, s.max_num_tokens - s.num_tokens - 1) for s in decoding]
+        if (end := self._recompute_past) is not None:
+            ends = [
+                end - s.num_tokens if s.num_tokens <= end else m for s, m in zip(decoding, most, strict=True)
+            ]
+            most = list(map(min, most, ends))
         limits = self._guesses.limits(decoding, most)
         lengths = self._governor.lengths(chances, limits, max_rows)
         lengths = [self._reserve(*pair) for pair in zip(decoding, lengths, strict=True)]
@@ -161,7 +175,11 @@ class Drafting:
 
 
 def drafting_of(
-    config: SpeculativeConfig | None, pool: BlockPool, block_size: int, executor: Executor
+    config: SpeculativeConfig | None,
+    pool: BlockPool,
+    block_size: int,
+    executor: Executor,
+    limits: EngineLimits,
 ) -> Drafting | None:
     """None when nothing is to be guessed. Raises ValueError for a config that nobody has checked, and where
     the executor lacks what it needs."""
@@ -183,7 +201,7 @@ def drafting_of(
     else:
         drafter_of(config.method)  # raises for one that there is not
         guesses = TextGuesses(config.method, governor.chance)
-    return Drafting(guesses, governor, pool, block_size, config.max_draft_tokens)
+    return Drafting(guesses, governor, pool, block_size, config.max_draft_tokens, limits.recompute_past)
 
 
 def _state(sequence: Sequence, all_chances: Chance) -> DraftState:

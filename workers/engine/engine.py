@@ -97,7 +97,7 @@ class Engine:
             clock=clock,
             setup=exchange if self._prefix_reuse else replace(exchange, peers=None),
         )
-        self._drafting = drafting_of(speculative, self._pool, cache.block_size, executor)
+        self._drafting = drafting_of(speculative, self._pool, cache.block_size, executor, limits)
         self._scheduler = Scheduler(
             schedule=schedule,
             pool=self._pool,
@@ -106,7 +106,7 @@ class Engine:
             in_progress=in_progress,
             exchange=self._exchange,
             drafting=self._drafting,
-            window=limits.window,
+            limits=limits,
         )
         self._grammars = Grammars(grammars, clock)
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices

@@ -27,9 +27,12 @@ def plan_step(
     chunks: Items[tuple[Sequence, int]],
     searching: Items[Sequence],
     pool: BlockPool,
+    *,
+    turns_by_length: bool,
 ) -> ScheduledStep | None:
     """chunks: of sequences in prefill, with the position where each ends; those that were preempted after
-    their turn are left out. None when there is nothing to compute."""
+    their turn are left out. turns_by_length: the model has to know how long sequences are. None when there
+    is nothing to compute."""
     slices = [sequence.decode_slice() for sequence in decoding]
     sequences = list(decoding)
     searches: list[Sequence] = []
@@ -37,7 +40,8 @@ def plan_step(
     for sequence, end in chunks:
         if sequence.state is SequenceState.PREFILLING:
             is_sampling = sequence.search is None
-            (slices if is_sampling else search_slices).append(sequence.chunk_slice(end))
+            piece = sequence.chunk_slice(end, turns_by_length=turns_by_length)
+            (slices if is_sampling else search_slices).append(piece)
             (sequences if is_sampling else searches).append(sequence)
     copies: list[tuple[int, int]] = []
     num_decode_rows = len(decoding)

@@ -48,6 +48,8 @@ class EngineLimits:
     eos_token_ids: tuple[int, ...]
     is_prefix_reusable: bool = True  # False: what a block holds depends on the tokens after it too
     window: int | None = None  # tokens that a row sees at most, itself included; None: all
+    turns_by_length: bool = False  # keys depend on the length of their sequence
+    recompute_past: int | None = None  # a sequence longer than that needs all its keys anew; None: none does
 
 
 class RequestState:

@@ -31,6 +31,7 @@ from workers.engine.plan import ScheduledStep, plan_step
 from workers.engine.preemption import choose_victim
 from workers.engine.prefixes import PrefixesInProgress
 from workers.engine.queues import Queues, check_limits
+from workers.engine.request import EngineLimits
 from workers.engine.search import reserve_all, search_of
 from workers.engine.sequence import Sequence, SequenceState
 
@@ -53,9 +54,8 @@ class Scheduler:
         in_progress: PrefixesInProgress,
         exchange: KVExchange,
         drafting: Drafting | None = None,
-        window: int | None = None,
+        limits: EngineLimits,
     ) -> None:
-        """window: tokens that a row sees at most; None: all."""
         check_limits(schedule, block_size)
         self._pool = pool
         self._block_size = block_size
@@ -70,13 +70,9 @@ class Scheduler:
         self._searching: list[Sequence] = []  # in the order of their first tokens
         self._extra_rows = 0  # of running sequences, beyond one each
         self._in_progress = in_progress
-        self._computed = ComputedBlocks(
-            pool=pool,
-            block_size=block_size,
-            prefix_reuse=prefix_reuse,
-            window=None if drafting is not None and drafting.reads_blocks else window,
-            in_progress=in_progress,
-        )
+        keeps_all = drafting is not None and drafting.reads_blocks
+        self._computed = ComputedBlocks(pool, block_size, prefix_reuse, limits, in_progress, keeps_all)
+        self._turns_by_length = limits.turns_by_length
         self._exchange = exchange
         self._drafting = drafting
         self.num_steps = 0
@@ -110,6 +106,8 @@ class Scheduler:
         """The next step; None when no sequence is unfinished, or all wait for their grammars or for blocks
         that the exchange with other groups is to bring or to give back. The plan shares block tables with the
         scheduler: it is to be read before anything else is called here."""
+        for sequence in self._computed.outgrown(self._decoding + self._searching):
+            self._send_back(sequence)
         preemptions = self.preemptions_total
         self._reserve_decode_blocks()
         budget = self._max_step_tokens - len(self._decoding)
@@ -122,7 +120,10 @@ class Scheduler:
             self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
         if self._drafting is not None and not chunks:
             self._drafting.start(self._decoding, budget + len(self._decoding))
-        step = plan_step(self.num_steps + 1, self._decoding, chunks, self._searching, self._pool)
+        step = plan_step(
+            *(self.num_steps + 1, self._decoding, chunks, self._searching, self._pool),
+            turns_by_length=self._turns_by_length,
+        )
         if step is None:
             is_done = not self.num_running and all(s.parent.awaits_grammar for s in self._waiting)
             assert is_done or self._exchange.is_holding, "sequences left and none of them can go on"
@@ -274,13 +275,14 @@ class Scheduler:
             victim = sequence
             if len(running) > 1 or not self._exchange.is_holding:
                 victim = choose_victim(sequence, running, self._pool, self._block_size)
-            self._preempt(victim)
+            self.preemptions_total += 1
+            self._send_back(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.preemptions_total += 1
+    def _send_back(self, sequence: Sequence) -> None:
+        """From those who run to those who wait, to be computed again."""
         self._stop_running(sequence)
         sequence.restart()
         if sequence.search is not None:

@@ -63,6 +63,7 @@ class Sequence:
         "grammar",
         "has_answered",
         "hashes",
+        "is_outgrown",
         "key",
         "max_num_tokens",
         "num_cached",
@@ -110,6 +111,7 @@ class Sequence:
         self.num_rows = 1  # tokens of a step that it takes at most when its prompt is computed
         self.grammar: GrammarCursor | None = None  # once it is compiled
         self.has_answered = False  # its first chunk is out
+        self.is_outgrown = False  # its keys were computed again for a greater length, or are to be
         self.backlog = 0  # tokens that the scheduler counts as still to prefill
         # Scores of prompt tokens 1, 2, ... as they come; None: not wanted, or delivered.
         wants_scores = choice == 0 and request.sampling.num_prompt_logprobs is not None
@@ -192,14 +194,17 @@ class Sequence:
             draft_parents=self.draft_parents,
         )
 
-    def chunk_slice(self, end: int) -> SequenceSlice:
+    def chunk_slice(self, end: int, *, turns_by_length: bool = False) -> SequenceSlice:
         """The tokens from the first that is not computed up to `end`."""
-        start = self.num_computed
+        start, num_known = self.num_computed, self.num_tokens
+        if self.search is not None and self.task is None:
+            num_known += 1  # the newest of the hypothesis
         return SequenceSlice(
             token_ids=self.tokens(start, end),
             start=start,
             block_table=self.block_table,
             sample=self.task if end == self.num_tokens else None,
+            num_known=num_known if turns_by_length and num_known > end else 0,
             prompt_targets=self.score_targets(start, end),
             num_prompt_logprobs=self.parent.request.sampling.num_prompt_logprobs or 0,
         )

@@ -72,6 +72,9 @@ class SequenceSlice:
     start: int  # position of the first one = tokens of the sequence already in the pool
     block_table: Sequence[int]  # pool blocks of positions 0 .. start + len(token_ids) - 1, in order
     sample: SampleTask | None = None  # set when the slice reaches the end of the sequence's tokens
+    # Tokens that the sequence has, the last of them not in the slice; 0: none are left, or it does not matter
+    # to the model.
+    num_known: int = 0
     # The last ones of token_ids are guesses of what will be sampled: a token is sampled before each of them
     # and after the last. The keys and values of wrong ones are written and never read.
     num_drafts: int = 0

@@ -30,6 +30,8 @@ class StepBatch:
     max_context_len: int
     # (T,) int32: row of the slice that each token follows, -1: its first; None: each the one before
     parents: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None  # (S,) int32: tokens of the sequence; None: as context_lens
+    max_length: int = 0  # of those; 0: max_context_len
 
 
 def build_batch(
@@ -76,6 +78,8 @@ def build_batch(
         logit_rows=tensor(arrays.logit_rows.astype(np.int64)),
         max_context_len=int(context_lens.max(initial=0)),
         parents=tensor(arrays.parents.copy()) if len(arrays.parents) else None,
+        lengths=tensor(arrays.lengths.copy()) if len(arrays.lengths) else None,
+        max_length=int(arrays.lengths.max(initial=0)),
     )
 
 

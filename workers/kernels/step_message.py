@@ -5,6 +5,9 @@ T token ids, B block entries, R logit rows, Z blocks to zero, C blocks to copy a
 parents, M slots to move and M to move them to; all int32, little-endian on every machine we run on.
 `cpu/layout.h` reads the same bytes. Sampling and targets stay on rank 0.
 
+Lengths. For models that turn keys by the length of their sequence, S more may follow: the tokens that each
+sequence has, computed or not. C++ does not know such models.
+
 Trees. A slice may have several guesses for one place. Its tokens lie in slots one behind the other, whatever
 their positions are: a token's position is one more than that of its parent, and it sees what lies before the
 slice, its ancestors and itself. P is 0 when no slice of a step is a tree, else T.
@@ -59,6 +62,7 @@ class StepArrays:
     parents: Ints  # (T,) or (0,): row of the slice that each token follows, before it; -1: the slice's first
     move_sources: Ints  # (M,) slots whose keys and values move, all at once and before anything is written
     move_targets: Ints  # (M,) where to
+    lengths: Ints  # (S,) or (0,): tokens of each sequence, in the step or still to come
 
 
 def header_of(message: StepMessage) -> StepHeader:
@@ -66,6 +70,13 @@ def header_of(message: StepMessage) -> StepHeader:
     if len(message) < _HEADER.size:
         raise ValueError(f"a step of {len(message)} bytes has no header")
     return StepHeader._make(_HEADER.unpack_from(message))
+
+
+def has_lengths(message: StepMessage) -> bool:
+    """Whether it says the lengths of its sequences; of the rest nothing is checked."""
+    header = header_of(message)
+    sizes = 3 * header.num_slices + sum(header[1:6]) + header.num_copies + header.num_parents
+    return len(message) > _HEADER.size + 4 * (sizes + 2 * header.num_moves)
 
 
 def pack_step(
@@ -80,6 +91,7 @@ def pack_step(
     copy_blocks: Sequence[tuple[int, int]] = (),
     parents: Sequence[int] = (),
     moves: Sequence[tuple[int, int]] = (),
+    lengths: Sequence[int] = (),
 ) -> StepMessage:
     """The message of a step; parts as in StepArrays, copies and moves as (source, target)."""
     longest = max(map(int.__add__, starts, lens), default=0)
@@ -94,6 +106,7 @@ def pack_step(
     if moves:
         values.extend(source for source, _ in moves)
         values.extend(target for _, target in moves)
+    values.extend(lengths)
     return StepMessage(values.tobytes())
 
 
@@ -104,10 +117,11 @@ def unpack(message: StepMessage) -> StepArrays:
     moves = header.num_moves
     sizes = (*[num_slices] * 3, *header[1:6], header.num_copies, header.num_parents, moves, moves)
     start = _HEADER.size // 4
-    if min(sizes) < 0 or 4 * (start + sum(sizes)) != len(message):
+    num_lengths = len(message) // 4 - start - sum(sizes)
+    if min(sizes) < 0 or len(message) % 4 or num_lengths not in (0, num_slices):
         raise ValueError(f"a step of {len(message)} bytes says its parts have {sizes} integers")
     values = np.frombuffer(message, dtype=np.int32)
-    parts = np.split(values, np.cumsum((start, *sizes))[:-1])[1:]
+    parts = np.split(values, np.cumsum((start, *sizes, num_lengths))[:-1])[1:]
     arrays = StepArrays(
         lens=parts[0],
         starts=parts[1],
@@ -121,7 +135,10 @@ def unpack(message: StepMessage) -> StepArrays:
         parents=parts[9],
         move_sources=parts[10],
         move_targets=parts[11],
+        lengths=parts[12],
     )
+    if num_lengths and bool((arrays.lengths < arrays.starts + arrays.lens).any()):
+        raise ValueError("a step of more tokens than its sequences have")
     if (
         int(arrays.lens.sum()) != header.num_tokens
         or int(arrays.block_counts.sum()) != header.num_block_entries
@@ -154,6 +171,7 @@ def passes(message: StepMessage, max_rows: int = MAX_LOGIT_ROWS) -> list[StepMes
             zero_blocks=zero_blocks if cut == 0 else (),
             copy_blocks=copies if cut == 0 else (),
             parents=arrays.parents.tolist(),
+            lengths=arrays.lengths.tolist(),
         )
         for cut in range(0, len(rows), max_rows)
     ]

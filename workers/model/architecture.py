@@ -141,6 +141,16 @@ class ModelSpec:
         """
         return not any(rotary.depends_on_length(max_model_len) for rotary in self.rotaries)
 
+    def recompute_past(self, max_model_len: int) -> int | None:
+        """Tokens of a sequence beyond which all of its keys turn otherwise, once; None: up to `max_model_len`
+        they do not."""
+        lengths = [
+            rotary.trained_positions
+            for rotary in self.rotaries
+            if rotary.kind is RotaryKind.LONGROPE and rotary.depends_on_length(max_model_len)
+        ]
+        return min(lengths, default=None)
+
     def kv_heads_of_rank(self, rank: int, tensor_parallel: int) -> range:
         """KV heads that a rank holds."""
         return kv_heads_of_rank(self.num_kv_heads, rank, tensor_parallel)

@@ -24,6 +24,7 @@ from workers.kernels import (
     StepMessage,
     Turn,
     build_batch,
+    has_lengths,
     header_of,
     kernels_for,
     unpack,
@@ -96,7 +97,7 @@ class Decoder:
         return drawn
 
     def _compute(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw]) -> Drawn | None:
-        if self._fused is not None:
+        if self._fused is not None and not has_lengths(message):
             rotaries = self._weights.rotaries  # one at most
             turn = rotaries[0].table(header_of(message).longest_context) if rotaries else None
             if turn is not None or not rotaries:

@@ -20,9 +20,10 @@ _FIRST_POSITIONS = 1024  # of the table
 class Rotary:
     """One rotary embedding, of all layers that turn alike.
 
-    DYNAMIC and LONGROPE depend on the length of the context: rows of a step use the length their sequence has
-    after it, as transformers' `generate` does. So a prompt longer than the trained length gives transformers'
-    numbers when it is read in one step; keys that an earlier step wrote keep the frequencies of that step.
+    DYNAMIC and LONGROPE depend on the length of the sequence, with what of it is still to come: so a prompt
+    gives transformers' numbers however it is read. A key keeps the frequencies that it was written with. As
+    in transformers' `generate`, DYNAMIC lets that be when a sequence grows past the trained length; with
+    LONGROPE the engine has all of it computed again there, once (`workers.engine.computed`).
     """
 
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class Rotary:
     def rows(self, batch: StepBatch) -> Turn:
         """(cos, sin), both (T, dim / 2) float32."""
         positions = batch.positions[:, None].float()
-        if self._spec.depends_on_length(batch.max_context_len):
+        if self._spec.depends_on_length(batch.max_length or batch.max_context_len):
             return self._turn(positions * self._frequencies_by_length(batch))
         return self._turn(positions * self._frequencies)
 
@@ -63,7 +64,8 @@ class Rotary:
     def _frequencies_by_length(self, batch: StepBatch) -> torch.Tensor:
         """(T, dim / 2): every row by the length of its sequence."""
         query_lens = batch.query_starts.diff().long()
-        lengths = batch.context_lens.long().repeat_interleave(query_lens, output_size=len(batch.positions))
+        each = batch.context_lens if batch.lengths is None else batch.lengths
+        lengths = each.long().repeat_interleave(query_lens, output_size=len(batch.positions))
         lengths = lengths[:, None]
         beyond = self._long_frequencies
         if beyond is None:

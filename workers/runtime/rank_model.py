@@ -196,6 +196,8 @@ class RankModel:
                 eos_token_ids=self._checkpoint.eos_token_ids,
                 is_prefix_reusable=spec.is_prefix_reusable(self._max_model_len),
                 window=spec.longest_window,
+                turns_by_length=not spec.is_prefix_reusable(self._max_model_len),
+                recompute_past=spec.recompute_past(self._max_model_len),
             ),
             dtype=str(self._dtype).removeprefix("torch."),
             kv_dtype=str(self._kv_dtype).removeprefix("torch."),

@@ -15,6 +15,8 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
     blocks: list[int] = []
     rows: list[int] = []
     parents: list[int] = []
+    has_lengths = any(piece.num_known for piece in plan.slices)
+    lengths: list[int] = []
     has_trees = any(piece.draft_parents is not None for piece in plan.slices)
     for piece in plan.slices:
         first_row, length = len(token_ids), len(piece.token_ids)
@@ -28,6 +30,8 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
         blocks += table if len(table) == needed else table[:needed]
         if has_trees:
             parents += _parents(piece)
+        if has_lengths:
+            lengths.append(piece.num_known or piece.start + length)
         if piece.prompt_targets is not None:
             rows += range(first_row, first_row + len(piece.prompt_targets))
         if piece.sample is not None:
@@ -42,6 +46,7 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
         zero_blocks=plan.zero_blocks,
         copy_blocks=plan.copy_blocks,
         parents=parents,
+        lengths=lengths,
     )
 
 

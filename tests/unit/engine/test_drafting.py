@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.toy import VOCAB, ToyExecutor, make_engine, make_request, numbers, reference, run
+from tests.unit.engine.toy import (
+    LIMITS,
+    VOCAB,
+    ToyExecutor,
+    make_engine,
+    make_request,
+    numbers,
+    reference,
+    run,
+)
 from tests.unit.engine.toy_model import ToyHeads
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import METHODS, MODEL_METHODS
@@ -203,4 +212,4 @@ def test_steps_stay_within_their_budget() -> None:
 )
 def test_an_unknown_method_and_no_guesses_are_refused(config: SpeculativeConfig) -> None:
     with pytest.raises(ValueError, match="speculative"):
-        drafting_of(config, BlockPool(4), 16, ToyExecutor(4, 16))
+        drafting_of(config, BlockPool(4), 16, ToyExecutor(4, 16), LIMITS)

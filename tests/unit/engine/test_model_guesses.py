@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.engine.toy import ToyExecutor, make_engine, make_request, numbers, reference, run
+from tests.unit.engine.toy import LIMITS, ToyExecutor, make_engine, make_request, numbers, reference, run
 from tests.unit.engine.toy_model import ToyDraft
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import DRAFT_MODEL
@@ -122,4 +122,4 @@ def test_without_a_draft_model_the_method_is_refused() -> None:
     executor = ToyExecutor(4, 16)
     executor.draft_model = None
     with pytest.raises(ValueError, match="has loaded no draft model"):
-        drafting_of(GUESSING, BlockPool(4), 16, executor)
+        drafting_of(GUESSING, BlockPool(4), 16, executor, LIMITS)

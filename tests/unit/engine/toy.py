@@ -100,6 +100,9 @@ def reference_scores(request: GenerateRequest) -> tuple[TokenLogprob | None, ...
     return (None, *scores)
 
 
+LIMITS = EngineLimits(vocab_size=VOCAB, max_model_len=4096, eos_token_ids=())
+
+
 class ToyExecutor:
     """Implements workers.engine.step.Executor; keeps every plan it ran."""
 
@@ -241,6 +244,7 @@ def _copy(piece: SequenceSlice) -> SequenceSlice:
         start=piece.start,
         block_table=tuple(piece.block_table),
         sample=task and replace(task, output_token_ids=tuple(task.output_token_ids)),
+        num_known=piece.num_known,
         num_drafts=piece.num_drafts,
         draft_parents=piece.draft_parents,
         prompt_targets=piece.prompt_targets,
@@ -267,10 +271,19 @@ def make_engine(
     speculative: SpeculativeConfig | None = None,
     grammars: GrammarBackend | None = None,
     window: int | None = None,
+    recompute_past: int | None = None,
 ) -> tuple[Engine, ToyExecutor]:
     executor = ToyExecutor(num_blocks, block_size, window)
     engine = Engine(
-        limits=EngineLimits(vocab_size=VOCAB, max_model_len=max_model_len, eos_token_ids=eos, window=window),
+        limits=EngineLimits(
+            vocab_size=VOCAB,
+            max_model_len=max_model_len,
+            eos_token_ids=eos,
+            is_prefix_reusable=recompute_past is None,
+            window=window,
+            turns_by_length=recompute_past is not None,
+            recompute_past=recompute_past,
+        ),
         cache=CacheConfig(block_size=block_size, prefix_reuse=prefix_reuse),
         schedule=ScheduleConfig(
             max_step_tokens=max_step_tokens,

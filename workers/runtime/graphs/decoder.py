@@ -87,7 +87,7 @@ class GraphedDecoder:
         assert kv is self._pool, "the graphs are of another pool"
         arrays = unpack(message)
         rows = len(arrays.token_ids)
-        if not np.array_equal(arrays.logit_rows, np.arange(rows)):
+        if len(arrays.lengths) or not np.array_equal(arrays.logit_rows, np.arange(rows)):
             return self._decoder.forward(message, kv, draws)
         step = build_batch(
             arrays,
