@@ -12,7 +12,11 @@ A program holds `rows` rows of scores: the query heads that share a KV head, of 
 row may not see gets a weight of exactly 0: tiles and splits that its neighbours need change nothing for it.
 Codes of an int8 pool go into the products as they are: their scales multiply scores and weights.
 
-The torch form is `TorchKernels.paged_attention`. Not covered here: trees of guesses (`StepBatch.parents`).
+In a step with trees of guesses (`StepBatch.parents`) a program has one token, whose keys it takes in the
+order of their positions, wherever they lie: a guess gets the bits that it would get in a sequence. Rows of
+prompts in such a step are slow: each reads its whole context.
+
+The torch form is `TorchKernels.paged_attention`.
 """
 
 from __future__ import annotations
@@ -44,12 +48,15 @@ class AttentionShape:
     has_parts: bool  # whether split results go through memory
 
 
-def shape_of(q: torch.Tensor, kv_heads: int, sequences: int, max_context_len: int) -> AttentionShape:
+def shape_of(
+    q: torch.Tensor, kv_heads: int, sequences: int, max_context_len: int, *, has_trees: bool = False
+) -> AttentionShape:
     """For queries (T, heads, d) of so many sequences. Looks at no data."""
     num_tokens, heads, dim = q.shape
     group = heads // kv_heads
     rows = max(_ROWS, width_of(group))
-    tokens = rows // group
+    fitting = rows // group
+    tokens = 1 if has_trees else fitting
     tile = 64 if width_of(dim) * q.element_size() <= 256 else 32
     splits = max(1, triton.cdiv(max_context_len, SPLIT))
     parts_bytes = num_tokens * heads * splits * (dim + 2) * 4
@@ -59,7 +66,7 @@ def shape_of(q: torch.Tensor, kv_heads: int, sequences: int, max_context_len: in
         tile=tile,
         query_tiles=num_tokens // tokens + sequences,
         splits=splits,
-        has_parts=splits > 1 and num_tokens <= tokens * sequences and parts_bytes <= _MAX_PARTS_BYTES,
+        has_parts=splits > 1 and num_tokens <= fitting * sequences and parts_bytes <= _MAX_PARTS_BYTES,
     )
 
 
@@ -82,18 +89,21 @@ def paged_attention(
     if num_tokens == 0:
         return out
     sequences = batch.context_lens.shape[0]
-    shape = shape_of(q, kv_heads, sequences, batch.max_context_len)
+    has_trees = batch.parents is not None
+    shape = shape_of(q, kv_heads, sequences, batch.max_context_len, has_trees=has_trees)
     key_scales, value_scales = (None, None) if scales is None else scales
     scale_strides = (0, 0) if key_scales is None else (key_scales.stride(0), key_scales.stride(1))
     inputs = (
         *(q, keys, values, key_scales, value_scales),
-        *(batch.query_starts, batch.positions, batch.block_tables),
+        *(batch.query_starts, batch.positions, batch.parents, batch.block_tables),
         *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), *scale_strides),
         *(batch.block_tables.stride(0), sequences, scale, sliding_window or 0, soft_cap or 0.0),
     )
     group, width = heads // kv_heads, width_of(dim)
     has_window, has_cap = sliding_window is not None, soft_cap is not None
-    constants = (*(group, dim, width, keys.shape[2], shape.rows, shape.tile, SPLIT, has_window, has_cap),)
+    constants = (
+        *(group, dim, width, keys.shape[2], shape.rows, shape.tokens, shape.tile, SPLIT, has_window, has_cap),
+    )
     num_warps = (
         4 if width * q.element_size() <= 256 else 8
     )  # as many as the registers of a row of values take

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workers.kernels.gpu.attention_tiles import divide, find_tokens, fold, weigh_tile
+from workers.kernels.gpu.attention_tiles import cells_of, divide, find_tokens, fold, weigh_tile
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -17,6 +17,7 @@ def attend(
     value_scales,
     query_starts,
     positions,
+    parents,
     tables,
     q_token,
     q_head,
@@ -38,15 +39,17 @@ def attend(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     """Program (query tile, KV head): all splits, folded, into `out` (T, heads, d). With `parts`, program
-    (query tile, KV head, split): one split, into bests and masses (T, heads, splits) and parts (..., d)."""
+    (query tile, KV head, split): one split, into bests and masses (T, heads, splits) and parts (..., d).
+    With `parents` a tile is one token."""
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # long prompts' ends first
-    sequence, start, end = find_tokens(query_starts, sequences, tile, ROWS // GROUP)
+    sequence, first, start, end = find_tokens(query_starts, sequences, tile, TOKENS)
     if start >= end:
         return
     first_position = tl.load(positions + start).to(tl.int32)
@@ -63,7 +66,7 @@ def attend(
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token = start + row // GROUP
     head = kv_head * GROUP + row % GROUP
-    is_row = (row < ROWS // GROUP * GROUP) & (token < end)
+    is_row = (row < TOKENS * GROUP) & (token < end)
     is_real = is_row[:, None] & (column < DIM)[None, :]
     wide_token = token.to(tl.int64)
     place = (wide_token * q_token + head * q_head)[:, None] + column[None, :]
@@ -80,18 +83,26 @@ def attend(
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     split_best, split_mass, split_total = best, mass, total
-    for at in tl.range(low, high, TILE):
-        if parts is None and at % SPLIT == 0:
+    for tile_start in tl.range(low, high, TILE):
+        if parts is None and tile_start % SPLIT == 0:
             best, mass, total = fold(best, mass, total, split_best, split_mass, split_total)
             split_best = tl.full([ROWS], float("-inf"), tl.float32)
             split_mass = tl.zeros([ROWS], tl.float32)
             split_total = tl.zeros([ROWS, WIDTH], tl.float32)
+        at = tile_start + tl.arange(0, TILE)
+        cells = at
+        if parents is not None:
+            before = tl.load(positions + first).to(tl.int32)
+            cells = cells_of(
+                at, tile_start, before, start - first, last_position - before, parents + first, TILE
+            )
         split_best, split_mass, split_total = weigh_tile(
             queries,
             split_best,
             split_mass,
             split_total,
             at,
+            cells,
             high,
             position,
             table,
@@ -107,7 +118,6 @@ def attend(
             DIM,
             WIDTH,
             BLOCK_SIZE,
-            TILE,
             HAS_WINDOW,
             HAS_CAP,
         )

@@ -15,7 +15,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tokens(query_starts, sequences, tile, TOKENS: tl.constexpr):
-    """Sequence, first token and end of tokens of query tile `tile`; no tokens where it has none.
+    """Sequence and its first token, start and end of query tile `tile`; no tokens where it has none.
 
     Sequence s has the tiles from query_starts[s] // TOKENS + s on: enough, and no host has to count them.
     """
@@ -30,7 +30,23 @@ def find_tokens(query_starts, sequences, tile, TOKENS: tl.constexpr):
     first = tl.load(query_starts + sequence)
     end = tl.load(query_starts + sequence + 1)
     start = first + (tile - (first // TOKENS + sequence)) * TOKENS
-    return sequence, start, tl.minimum(start + TOKENS, end)
+    return sequence, first, start, tl.minimum(start + TOKENS, end)
+
+
+@triton.jit
+def cells_of(at, start, before, index, depth, parents, TILE: tl.constexpr):
+    """Where in its sequence the keys of positions `at` (TILE,), from `start` on, lie for a token of a tree.
+
+    The tree begins at position `before`; the token is number `index` of it and has `depth` others to follow.
+    Those lie at before + their numbers: for a chain at their positions, else found by way of `parents`.
+    """
+    cells = at
+    if (start + TILE > before) & (index != depth):
+        while depth >= 0:
+            cells = tl.where(at == before + depth, before + index, cells)
+            index = tl.load(parents + index)
+            depth -= 1
+    return cells
 
 
 @triton.jit
@@ -39,7 +55,8 @@ def weigh_tile(
     best,
     mass,
     total,
-    start,
+    at,
+    cells,
     end,
     position,
     table,
@@ -55,20 +72,19 @@ def weigh_tile(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Adds the keys at positions start .. start + TILE - 1, below `end`, to the softmax of rows (ROWS,).
+    """Adds the keys at positions `at` (TILE,), below `end`, to the softmax of rows (ROWS,); cells (TILE,):
+    where in their sequence they lie.
 
     best (ROWS,): largest score so far, in steps of log2; mass (ROWS,): sum of weights relative to it; total
     (ROWS, WIDTH): sum of weighted values. Pointers are those of this KV head.
     """
-    at = start + tl.arange(0, TILE)
     column = tl.arange(0, WIDTH)
     is_in = at < end
-    block = tl.load(table + at // BLOCK_SIZE, mask=is_in, other=0).to(tl.int64)
-    offset = at % BLOCK_SIZE
+    block = tl.load(table + cells // BLOCK_SIZE, mask=is_in, other=0).to(tl.int64)
+    offset = cells % BLOCK_SIZE
     place = block * cache_block + offset * DIM
     # What is past the context counts for nothing, whatever it is: it is not read.
     is_key = is_in[None, :] & (column < DIM)[:, None]

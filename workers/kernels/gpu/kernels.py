@@ -23,10 +23,7 @@ from workers.kernels.reference import TorchKernels
 
 
 class GpuKernels:
-    """Implements Kernels for one dtype, bfloat16 or float32, on one CUDA device.
-
-    Steps with trees of guesses take their attention from torch operators, which wait for the device.
-    """
+    """Implements Kernels for one dtype, bfloat16 or float32, on one CUDA device."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -72,8 +69,6 @@ class GpuKernels:
         sliding_window: int | None,
         soft_cap: float | None = None,
     ) -> torch.Tensor:
-        if batch.parents is not None:
-            return self._torch.paged_attention(q, cache, batch, scale, sliding_window, soft_cap)
         check_cache(cache, self._dtype)
         check_batch(batch, q.shape[0])
         keys = cache.keys

@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def launch_all() -> None:
     for cache, steps in ((pages, None), (codes, (scales, scales))):
         rotary_and_write(q, k, k, (angles, angles), batch.slots, cache, cache, steps)
         paged_attention(q, cache, cache, steps, batch, scale=0.1, sliding_window=None, soft_cap=None)
+    tree = replace(batch, parents=torch.zeros(2, dtype=torch.int32))
+    paged_attention(q, pages, pages, None, tree, scale=0.1, sliding_window=None, soft_cap=None)
     prompt = make_batch([(0, 100)], 16, 90)
     for window, cap in ((None, None), (512, 50.0)):
         q = torch.zeros(100, heads, dim, dtype=_DTYPE)

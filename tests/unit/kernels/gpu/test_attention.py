@@ -16,7 +16,7 @@ from tests.unit.kernels.gpu.support import (
     on_device,
     pool_on_device,
 )
-from workers.kernels import pack_step
+from workers.kernels import StepBatch, pack_step
 from workers.kernels.gpu.attention import shape_of
 from workers.kernels.gpu.kernels import GpuKernels
 
@@ -115,16 +115,47 @@ def test_what_is_past_the_context_does_not_count() -> None:
     assert bool(wanted.isfinite().all())
 
 
-def test_trees_of_guesses_are_left_to_torch() -> None:
+def tree_batch() -> StepBatch:
+    """A tree of guesses behind 250 tokens, so across a split, one behind 4, and a chain."""
+    parents = (-1, 0, 0, 1, 3, 2, 4, 4, *(-1, 0, 0, 2), *(-1, 0, 1))
     message = pack_step(
-        lens=[3], starts=[4], block_counts=[1], token_ids=[0, 0, 0], blocks=[0], logit_rows=(),
-        zero_blocks=(), parents=(-1, 0, 0),
+        lens=[8, 4, 3], starts=[250, 4, 0], block_counts=[33, 1, 1], token_ids=[0] * 15,
+        blocks=[*range(40, 5, -1)], logit_rows=(), parents=parents,
     )  # fmt: skip
-    batch = on_device(batch_of(message, 8, 1))
-    pool, q = pool_on_device(1, 1, 8, 16, torch.float32), noise(3, 2, 16)
-    cache = pool.layers[0]
-    found = GpuKernels(torch.float32).paged_attention(q, cache, batch, 0.25, None)
-    assert torch.equal(found, REFERENCE.paged_attention(q, cache, batch, 0.25, None))
+    return on_device(batch_of(message, 8, 48))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+def test_trees_of_guesses(dtype: torch.dtype, window: int | None) -> None:
+    batch, cache = tree_batch(), pool_on_device(48, 2, 8, 32, dtype).layers[1]
+    q = noise(15, 6, 32, dtype=dtype)
+    found = GpuKernels(dtype).paged_attention(q, cache, batch, 0.2, window)
+    assert_close(found, REFERENCE.paged_attention(q, cache, batch, 0.2, window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_guess_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    """The path 0, 1, 3, 4, 7 of the first tree as a sequence of its own."""
+    tree, own = tree_batch(), GpuKernels(dtype)
+    pool = pool_on_device(48, 2, 8, 32, dtype)
+    q, path = noise(15, 6, 32, dtype=dtype), [0, 1, 3, 4, 7]
+    found = own.paged_attention(q, pool.layers[0], tree, 0.2, None)
+    rows = pool.layers[0].keys[tree.slots[path] // 8, :, tree.slots[path] % 8].clone()
+    values = pool.layers[0].values[tree.slots[path] // 8, :, tree.slots[path] % 8].clone()
+    at = tree.slots[:5]
+    pool.layers[0].keys[at // 8, :, at % 8], pool.layers[0].values[at // 8, :, at % 8] = rows, values
+    plain = on_device(
+        batch_of(
+            pack_step(
+                lens=[1], starts=[254], block_counts=[33], token_ids=[0], blocks=[*range(40, 7, -1)],
+                logit_rows=(),
+            ),
+            8,
+            48,
+        )
+    )  # fmt: skip
+    assert torch.equal(own.paged_attention(q[7:8], pool.layers[0], plain, 0.2, None), found[7:8])
 
 
 @pytest.mark.parametrize("window", [None, 50])
