@@ -33,7 +33,7 @@ from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
 from workers.runtime.graphs.buckets import Buckets
 from workers.runtime.graphs.decoder import GraphedDecoder
-from workers.runtime.graphs.reserve import largest_step, measure_reserve
+from workers.runtime.graphs.reserve import first_steps, largest_step, measure_reserve
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
 CPU = torch.device("cpu")
@@ -198,6 +198,12 @@ def test_the_largest_step_fills_budget_and_rows() -> None:
     assert (header.num_slices, header.num_tokens, header.num_logit_rows) == (3, 700, 512)
     assert num_blocks == header.num_block_entries == 16 + 16 + 12
     assert header.longest_context == 256
+
+
+def test_first_steps_have_all_kinds_of_sizes() -> None:
+    assert first_steps(40) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33]
+    assert first_steps(64) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64]
+    assert first_steps(1) == [1]
 
 
 def test_what_steps_take_is_measured_before_the_pool(family_folder: Folders) -> None:

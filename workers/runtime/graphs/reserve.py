@@ -1,7 +1,9 @@
 """Memory that steps need beside weights and KV pool, measured before the pool is made.
 
-The largest step that the schedule allows is computed once over a small pool; then the two largest graphs are
-recorded, of which the second one tells what each further graph adds. Both are then dropped.
+Prompts of many lengths are computed over a small pool, because kernels are compiled at the first step of a
+kind, for seconds, which no request should wait for. The largest step that the schedule allows tells what
+steps take. Then the two largest graphs are recorded, of which the second one tells what each further graph
+adds. Both are dropped.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def measure_reserve(
         if drawn is not None:
             decoder.draw(drawn.logits, drawn.hidden, [_HARDEST] * num_rows)
 
-    step()  # compiles
+    for num_tokens in first_steps(schedule.max_step_tokens):
+        decoder.forward(largest_step(num_tokens, block_size, max_model_len)[0], pool)
+    step()
     step_bytes = graph_device.peak_bytes(step)
     if buckets is None:
         return Reserve(step_bytes=step_bytes, graph_bytes=0)
@@ -66,6 +70,13 @@ def measure_reserve(
     first = max(0, taken[1] - taken[0])
     another = max(0, taken[-1] - taken[1])
     return Reserve(step_bytes=step_bytes, graph_bytes=first + (len(keys) - 1) * another)
+
+
+def first_steps(max_step_tokens: int) -> list[int]:
+    """Numbers of tokens of all kinds that kernels are compiled for: their tiles go by powers of two, and
+    Triton has a form of its own for 1 and for multiples of 16."""
+    powers = [1 << place for place in range(max_step_tokens.bit_length())]
+    return sorted({min(power + more, max_step_tokens) for power in powers for more in (0, 1)})
 
 
 def largest_step(max_step_tokens: int, block_size: int, max_model_len: int) -> tuple[StepMessage, int]:
