@@ -22,12 +22,13 @@ from cluster.cli.numbers import MOST_TOKENS, whole_number
 from cluster.cli.options import JsonOption, finite
 from cluster.cli.outputs import check_output
 from cluster.cli.services import Services, services_of
-from cluster.cli.terminal import CommandFailed, Phases, Terminal
+from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.plan.calibration import keep_calibration
 from cluster.plan.memory import DoesNotFit
 from workers.model.checkpoint import Checkpoint
-from workers.model.errors import CheckpointError
+from workers.model.errors import CheckpointError, TensorParallelError
+from workers.model.spec import check_tensor_parallel
 
 app = typer.Typer(help="Measure this machine, the engine, or a running server.", no_args_is_help=True)
 app.command()(serve)
@@ -35,6 +36,8 @@ app.command()(replay)
 
 _LOAD_S = 300.0  # longest time to load a model, beside the measuring itself
 _MOST_BATCH = 4096
+_DTYPES = ("auto", "bfloat16", "float32")
+_QUANTIZATIONS = ("auto", "none", "int8", "int4")
 _PATIENCE = 20.0  # times as long as it should take, on a busy machine
 _TOKEN_S = 0.1  # that a token may take, of a large model on a busy machine
 
@@ -70,6 +73,7 @@ def calibrate(
     services = services_of(context)
     with terminal.exit_codes():
         folder = folder_of(terminal, services, model)
+        _check_fit(folder, dtype, ranks=tensor_parallel)
         settings = EngineSettings(
             model=str(folder),
             dtype=dtype,
@@ -114,6 +118,7 @@ def sweep(
         check_output(out)
         sizes = _sizes(batches)
         folder = folder_of(terminal, services, model)
+        _check_fit(folder, dtype, prompt=prompt, output=output, ranks=tensor_parallel)
         settings = EngineSettings(
             model=str(folder),
             dtype=dtype,
@@ -146,6 +151,7 @@ def kv_cache(
         check_can_draw(png)
         check_output(out)
         folder = folder_of(terminal, services, model)
+        _check_fit(folder, dtype, prompt=prompt, output=output)
         settings = EngineSettings(model=str(folder), dtype=dtype)
         order = KvCacheOrder(engine=settings, prompt_tokens=prompt, new_tokens=output)
         passes = output * (prompt + output)
@@ -160,8 +166,29 @@ def check_can_draw(png: Path | None) -> None:
         raise CommandFailed("--png needs matplotlib: pip install 'tandem[bench]'")
 
 
+def _check_fit(folder: Path, dtype: str, *, prompt: int = 1, output: int = 1, ranks: int = 1) -> None:
+    """Before an engine is started, which takes long. Raises UsageError, and CommandFailed for the folder."""
+    if dtype not in _DTYPES:
+        raise UsageError(f"--dtype {dtype!r}: it is one of {', '.join(_DTYPES)}")
+    try:
+        checkpoint = Checkpoint(folder)
+        check_tensor_parallel(checkpoint.spec, ranks)
+    except CheckpointError as error:
+        raise CommandFailed(str(error)) from error
+    except TensorParallelError as error:
+        raise UsageError(f"--tensor-parallel {ranks}: {error}") from error
+    if prompt + output > checkpoint.max_model_len:
+        raise UsageError(
+            f"--prompt {prompt:,} and --output {output:,} are {prompt + output:,} tokens together, the model "
+            f"takes at most {checkpoint.max_model_len:,}"
+        )
+
+
 def _form_of(folder: Path, quantization: str) -> str:
-    """`--quantization` without `auto`. Raises CommandFailed for a folder that cannot be opened."""
+    """`--quantization` without `auto`. Raises UsageError, and CommandFailed for a folder that cannot be
+    opened."""
+    if quantization not in _QUANTIZATIONS:
+        raise UsageError(f"--quantization {quantization!r}: it is one of {', '.join(_QUANTIZATIONS)}")
     if quantization != "auto":
         return quantization
     try:
@@ -207,7 +234,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     sizes = {whole_number(part.strip(), most=_MOST_BATCH) for part in text.split(",")}
     found = tuple(sorted(size for size in sizes if size))
     if len(found) < len(sizes):
-        raise CommandFailed(
+        raise UsageError(
             f"--batches {text[:100]!r}: give numbers from 1 to {_MOST_BATCH} with commas between them"
         )
     return found

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import JsonOption, finite
+from cluster.cli.options import JsonOption, finite, http_url
 from cluster.cli.outputs import check_output, write_output
-from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.cli.terminal import EXIT_FAILURE, CommandFailed, Phases, Terminal
+from cluster.figures.words import counted
 from cluster.observe.answers import Range, ask_page
 from cluster.observe.checks import problems
 from cluster.observe.grafana_api import GrafanaApi
@@ -31,7 +32,9 @@ app = typer.Typer(help="Pages for Grafana: build, check, push, preview.", no_arg
 _MAX_TOKEN_BYTES = 1 << 16
 _MOST_MINUTES = 10 * 365 * 24 * 60.0
 
-PrometheusOption = Annotated[str, typer.Option("--prometheus", metavar="URL", help="A running Prometheus.")]
+PrometheusOption = Annotated[
+    str, typer.Option("--prometheus", callback=http_url, metavar="URL", help="A running Prometheus.")
+]
 MinutesOption = Annotated[
     float, typer.Option("--minutes", callback=finite, min=1, max=_MOST_MINUTES, help="How far to look back.")
 ]
@@ -71,13 +74,18 @@ def build(
 def check(
     prometheus: Annotated[
         str | None,
-        typer.Option("--prometheus", metavar="URL", help="Ask every query of it: none empty, none NaN."),
+        typer.Option(
+            "--prometheus",
+            callback=http_url,
+            metavar="URL",
+            help="Ask every query of it: none empty, none NaN.",
+        ),
     ] = None,
     minutes: MinutesOption = 30,
     as_json: JsonOption = False,
 ) -> None:
     """Check fields, PromQL and names; rules by promtool where it is; and queries of a Prometheus."""
-    terminal = Terminal(as_json=as_json)
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with observe_exit_codes(terminal):
         found = problems()
         promtool = find_program("promtool")
@@ -85,23 +93,27 @@ def check(
             found += check_rules(promtool)
         asked = 0
         if prometheus is not None:
-            api, times = PrometheusApi(prometheus.rstrip("/")), _last(minutes)
-            for page in PAGES.values():
-                for panel, answers in ask_page(api, page, times):
-                    asked += len(answers)
-                    found += [
-                        f"{page.uid}: {panel.title}: {answer.problem}: {answer.expr}"
-                        for answer in answers
-                        if answer.problem
-                    ]
+            api, times = PrometheusApi(prometheus), _last(minutes)
+            with Phases(terminal) as phases:
+                for page in PAGES.values():
+                    phases.start(f"asking Prometheus for {page.title}")
+                    for panel, answers in ask_page(api, page, times):
+                        asked += len(answers)
+                        found += [
+                            f"{page.uid}: {panel.title}: {answer.problem}: {answer.expr}"
+                            for answer in answers
+                            if answer.problem
+                        ]
         if as_json:
             terminal.emit(
                 pages=list(PAGES), queries_asked=asked, promtool=promtool is not None, problems=found
             )
         for problem in found:
             terminal.say(problem)
+        if found and as_json:  # they are in the document
+            raise typer.Exit(EXIT_FAILURE)
         if found:
-            raise CommandFailed(f"{len(found)} problems")
+            raise CommandFailed(counted(len(found), "problem"))
         rules = "rules by promtool" if promtool is not None else "rules not by promtool, which is not here"
         terminal.say(f"{len(PAGES)} pages in order; {rules}; {asked} queries asked")
 
@@ -109,31 +121,43 @@ def check(
 @app.command()
 def push(
     grafana: Annotated[
-        str, typer.Option("--grafana", metavar="URL", help="For example http://grafana:3000.")
+        str,
+        typer.Option("--grafana", callback=http_url, metavar="URL", help="For example http://grafana:3000."),
     ],
     token_file: Annotated[
         Path, typer.Option("--token-file", metavar="FILE", help="Holds a service account's token.")
     ],
     prometheus: Annotated[
         str | None,
-        typer.Option("--prometheus", metavar="URL", help="As Grafana reaches it: makes a data source of it."),
+        typer.Option(
+            "--prometheus",
+            callback=http_url,
+            metavar="URL",
+            help="As Grafana reaches it: makes a data source of it.",
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Also over what is changed there meanwhile.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make folder, data source and pages in a Grafana like ours. Again: nothing changes."""
-    terminal = Terminal(as_json=as_json)
-
-    def report(pushed: Pushed) -> None:
-        if as_json:
-            terminal.emit(kind=pushed.kind, name=pushed.name, result=pushed.result)
-        terminal.say(f"{pushed.result:<10}{pushed.kind} {pushed.name}")
-
+    """Make folder, data source and pages in a Grafana like ours. Again: nothing changes. --json: a line for
+    each of them."""
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    done: list[Pushed] = []
     with observe_exit_codes(terminal):
         api = GrafanaApi(grafana, _token(token_file))
-        push_pages(api, PAGES.values(), prometheus=prometheus, overwrite=overwrite, report=report)
+        try:
+            with Phases(terminal) as phases:
+                phases.start("pushing to Grafana")
+                push_pages(
+                    api, PAGES.values(), prometheus=prometheus, overwrite=overwrite, report=done.append
+                )
+        finally:  # what was done until something failed is said too
+            for pushed in done:
+                if as_json:
+                    terminal.emit(kind=pushed.kind, name=pushed.name, result=pushed.result)
+                terminal.say(f"{pushed.result:<10}{pushed.kind} {pushed.name}")
 
 
 @app.command()
@@ -146,10 +170,12 @@ def preview(
     as_json: JsonOption = False,
 ) -> None:
     """Draw every panel from a running Prometheus into one HTML file, without Grafana."""
-    terminal = Terminal(as_json=as_json)
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
     with observe_exit_codes(terminal):
         check_output(out)
-        text, empty = draw(PrometheusApi(prometheus.rstrip("/")), PAGES.values(), _last(minutes))
+        with Phases(terminal) as phases:
+            phases.start("asking Prometheus for every panel")
+            text, empty = draw(PrometheusApi(prometheus), PAGES.values(), _last(minutes))
         write_output(out, text)
         if as_json:
             terminal.emit(file=str(out), empty=empty)

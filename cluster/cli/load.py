@@ -20,7 +20,7 @@ from cluster.cli.numbers import MOST_REQUESTS, MOST_TOKENS
 from cluster.cli.options import JsonOption, KeysOption, divisor, finite
 from cluster.cli.outputs import check_output
 from cluster.cli.services import Services, services_of
-from cluster.cli.terminal import CommandFailed, Phases, Terminal
+from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
 from cluster.figures.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
 
 UrlOption = Annotated[
@@ -236,5 +236,5 @@ def _rates(text: str) -> list[float]:
     except ValueError:
         rates = []
     if not rates or not all(0 < rate < 1e6 for rate in rates):
-        raise CommandFailed(f"--rate {text!r}: give requests a second, above 0, with commas between several")
+        raise UsageError(f"--rate {text!r}: give requests a second, above 0, with commas between several")
     return rates

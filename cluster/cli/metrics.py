@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,20 @@ from router.api.auth import read_api_keys
 app = typer.Typer(help="Prometheus for a cluster.", no_args_is_help=True)
 
 
+_TARGET = re.compile(r"(?:[^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
+_MOST_PORT = 65535
+
+
+def _host_and_port(value: str | None) -> str | None:
+    """For an option."""
+    if value is None:
+        return None
+    found = _TARGET.fullmatch(value)
+    if found is None or not 1 <= int(found[1]) <= _MOST_PORT:
+        raise typer.BadParameter("it must be like HOST:PORT, without http:// and path.")
+    return value
+
+
 @app.callback()
 def metrics() -> None:
     """Prometheus for a cluster."""
@@ -34,7 +49,10 @@ def up(
     target: Annotated[
         str | None,
         typer.Option(
-            "--target", metavar="HOST:PORT", help="Scrape one application's /metrics instead of Ray's nodes."
+            "--target",
+            callback=_host_and_port,
+            metavar="HOST:PORT",
+            help="Scrape one application's /metrics instead of Ray's nodes.",
         ),
     ] = None,
     keys_file: KeysOption = None,

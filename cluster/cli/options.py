@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -32,6 +33,20 @@ def divisor(value: float) -> float:
     if not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:
         raise typer.BadParameter(f"{value:g} is not between {_LEAST_DIVISOR:g} and {_MOST_DIVISOR:g}.")
     return value
+
+
+def http_url(value: str | None) -> str | None:
+    """For options: an address with a host in it, without the slash at its end."""
+    if value is None:
+        return None
+    try:
+        parts = urlsplit(value)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url or any(character.isspace() for character in value):
+        raise typer.BadParameter("it must be like http://HOST:PORT.")
+    return value.rstrip("/")
 
 
 ReadyOption = Annotated[float, typer.Option("--timeout-s", callback=finite, help="Longest time until ready.")]

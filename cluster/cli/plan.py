@@ -19,7 +19,7 @@ from cluster.cli.plan_tables import (
     proposal_facts,
     refused_lines,
 )
-from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.cli.terminal import CommandFailed, Terminal, UsageError
 from cluster.config.leaves import RANGES
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.figures.machine import usable_cores
@@ -38,10 +38,8 @@ from workers.kv_format import INT8
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.spec import check_tensor_parallel
 
-_REFUSED = (
-    *(UnknownModel, UnknownDevice, CheckpointError, TensorParallelError, DoesNotFit),
-    *(NotReachable, StepCostError, TooLong, TraceError),
-)
+_PROMPT, _OUTPUT = 512, 256  # tokens of a request, with --rate
+_REFUSED = (*(CheckpointError, DoesNotFit, NotReachable, StepCostError, TooLong, TraceError),)
 
 
 def _most(path: str) -> int:
@@ -93,11 +91,13 @@ def plan(
         float | None, typer.Option("--rate", callback=above_zero, max=MOST_RATE, help="Requests a second.")
     ] = None,
     prompt: Annotated[
-        int, typer.Option("--prompt", min=1, max=MOST_TOKENS, help="Mean prompt tokens, with --rate.")
-    ] = 512,
+        int | None,
+        typer.Option("--prompt", min=1, max=MOST_TOKENS, help="Mean prompt tokens, with --rate; else 512."),
+    ] = None,
     output: Annotated[
-        int, typer.Option("--output", min=1, max=MOST_TOKENS, help="Mean new tokens, with --rate.")
-    ] = 256,
+        int | None,
+        typer.Option("--output", min=1, max=MOST_TOKENS, help="Mean new tokens, with --rate; else 256."),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Lengths and busiest minute of a trace.")
     ] = None,
@@ -144,6 +144,8 @@ def plan(
             if demand is not None and targets is not None:
                 served = demand.within(context)
                 proposed = Proposed(served, *propose(made, served, targets, tensor_parallel))
+        except (UnknownModel, UnknownDevice, TensorParallelError) as error:
+            raise UsageError(str(error)) from error
         except _REFUSED as error:
             raise CommandFailed(str(error)) from error
         if out is not None and proposed is not None:
@@ -162,32 +164,37 @@ def _check_shape(model: PlannedModel, shape: Shape) -> None:
     """Raises CommandFailed."""
     if shape.context > model.spec.max_model_len:
         most = model.spec.max_model_len
-        raise CommandFailed(f"--context {shape.context:,}: {model.name} allows at most {most:,}")
+        raise UsageError(f"--context {shape.context:,}: {model.name} allows at most {most:,}")
     for option, value, legal in (
         ("--dtype", shape.dtype, ("bfloat16", "float32")),
         ("--quantization", shape.quantization, ("auto", "none", "int8", "int4")),
         ("--kv-dtype", shape.cache.dtype, ("auto", INT8)),
     ):
         if value not in legal:
-            raise CommandFailed(f"{option} {value!r}: it is one of {', '.join(legal)}")
+            raise UsageError(f"{option} {value!r}: it is one of {', '.join(legal)}")
 
 
 def _demand(
     rate: float | None,
-    prompt: int,
-    output: int,
+    prompt: int | None,
+    output: int | None,
     trace: Path | None,
     length_divisor: float,
     rate_divisor: float,
 ) -> Demand | None:
+    if rate is None and (prompt is not None or output is not None):
+        raise UsageError("--prompt and --output are for --rate, which is not given")
     if trace is not None:
         if rate is not None:
-            raise CommandFailed("--rate and --trace are both given: the trace says how often requests come")
+            raise UsageError("--rate and --trace are both given: the trace says how often requests come")
         requests = scaled(read_trace(trace), length_divisor=length_divisor, rate_divisor=rate_divisor)
         return of_trace(requests, trace.name)
     if rate is None:
         return None
-    return Demand(rate=rate, lengths=[(prompt, output)], source=f"prompts of {prompt}, {output} new tokens")
+    lengths = (_PROMPT if prompt is None else prompt, _OUTPUT if output is None else output)
+    return Demand(
+        rate=rate, lengths=[lengths], source=f"prompts of {lengths[0]:,}, {lengths[1]:,} new tokens"
+    )
 
 
 def _targets(
@@ -197,7 +204,7 @@ def _targets(
     given = ttft is not None or tpot is not None or demand is not None or out is not None
     if ttft is None or tpot is None or demand is None:
         if given:
-            raise CommandFailed("a proposal needs --ttft, --tpot, and --rate or --trace")
+            raise UsageError("a proposal needs --ttft, --tpot, and --rate or --trace")
         return None
     return Targets(ttft_s=ttft / 1e3, tpot_s=tpot / 1e3)
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from cluster.cli.tables import table
 from cluster.cli.terminal import Terminal
+from cluster.figures.words import counted
 from cluster.plan.demand import Demand
 from cluster.plan.limits import DecodeRow
 from cluster.plan.memory import row_formula
@@ -132,7 +133,7 @@ def print_proposal(terminal: Terminal, proposed: Proposed, context: int) -> None
         )
     terminal.show(found)
     ratio = f", prefill : decode {proposal.ratio}" if proposal.ratio else ""
-    devices = f"{proposal.devices:,} device{'s' if proposal.devices > 1 else ''}"
+    devices = counted(proposal.devices, "device")
     terminal.say(
         f"{devices}{ratio}; TTFT of 90 % within {proposal.ttft_p90_s:.3g} s, "
         f"{proposal.tpot_s * 1e3:.3g} ms a token, longest gap {proposal.longest_gap_s * 1e3:.3g} ms"

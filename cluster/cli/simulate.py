@@ -14,9 +14,10 @@ from rich.table import Table
 from cluster.cli.numbers import MOST_BLOCKS, MOST_REQUESTS, MOST_TOKENS, whole_number
 from cluster.cli.options import JsonOption, above_zero, divisor
 from cluster.cli.tables import table
-from cluster.cli.terminal import CommandFailed, Phases, Terminal
+from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
 from cluster.figures.traces import TraceError, TraceRequest, read_trace, scaled
+from cluster.figures.words import counted
 from cluster.simulate.peers import Network
 from cluster.simulate.report import Report, report
 from cluster.simulate.run import POLICIES, DoesNotFit, SimConfig, check_fits, simulate
@@ -163,11 +164,10 @@ def _read(
 ) -> list[TraceRequest]:
     try:
         requests = read_trace(file, limit=limit)
+        requests = scaled(requests, length_divisor=length_divisor, rate_divisor=rate_divisor)
     except TraceError as error:
         raise CommandFailed(str(error)) from error
-    if no_sharing:
-        requests = [replace(request, prefix_ids=()) for request in requests]
-    return scaled(requests, length_divisor=length_divisor, rate_divisor=rate_divisor)
+    return [replace(request, prefix_ids=()) for request in requests] if no_sharing else requests
 
 
 def _cost(file: Path | None) -> StepCost:
@@ -183,7 +183,7 @@ def _policies(policy: str) -> tuple[str, ...]:
     if policy == ALL:
         return _COMPARED
     if policy not in POLICIES:
-        raise CommandFailed(f"--policy is {policy!r}: it must be one of {', '.join(POLICIES)}, or {ALL}")
+        raise UsageError(f"--policy is {policy!r}: it must be one of {', '.join(POLICIES)}, or {ALL}")
     return (policy,)
 
 
@@ -191,9 +191,9 @@ def _clusters(groups: int | None, pools: list[str] | None) -> Mapping[str, Mappi
     """Groups by role of each cluster asked for, by name. Raises CommandFailed."""
     if not pools:
         number = 1 if groups is None else groups
-        return {f"{number:,} group{'s' if number > 1 else ''}": {Role.UNIFIED: number}}
+        return {counted(number, "group"): {Role.UNIFIED: number}}
     if groups is not None:
-        raise CommandFailed("--groups and --pools are both given: --pools says how many groups there are")
+        raise UsageError("--groups and --pools are both given: --pools says how many groups there are")
     return {text: _pools(text) for text in pools}
 
 
@@ -205,7 +205,7 @@ def _pools(text: str) -> dict[Role, int]:
         name, _, number = part.strip().partition("=")
         size = whole_number(number, most=_MOST_GROUPS)
         if name not in known or size is None or known[name] in sizes:
-            raise CommandFailed(
+            raise UsageError(
                 f"--pools is {text[:100]!r}: it must be like prefill=2,decode=6, with pools of "
                 f"{', '.join(known)} and at most {_MOST_GROUPS:,} groups"
             )

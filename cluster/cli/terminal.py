@@ -43,6 +43,11 @@ class CommandFailed(RuntimeError):
     """A command cannot do what was asked; the text says what to change. Exit code 1."""
 
 
+class UsageError(CommandFailed):
+    """A command line that asks for something that does not exist, or for two things at once. Exit code 2, as
+    of options that the parser refuses."""
+
+
 class Terminal:
     """Output of one command. `as_json`: one JSON object a line on standard output, nothing else there."""
 
@@ -94,6 +99,8 @@ class Terminal:
             for problem in error.problems:
                 errors.print(Text(problem.render()))
             raise typer.Exit(EXIT_BAD_CONFIG) from error
+        except UsageError as error:
+            raise self.fail(str(error), code=EXIT_BAD_CONFIG) from error
         except (LaunchError, ServeApiError, EmbeddedModelError, ProbeError, CommandFailed) as error:
             raise self.fail(str(error), code=EXIT_FAILURE) from error
         except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.observe.answers import Answer, Range, ask_page, name_of
-from cluster.observe.prometheus_api import PrometheusApi
+from cluster.observe.prometheus_api import Line, PrometheusApi, shown_url
 from dashboards.grafana import Dashboard, Kind, Panel
 
 _HERE = Path(__file__).parent
@@ -33,13 +33,15 @@ def preview(api: PrometheusApi, pages: Iterable[Dashboard], times: Range) -> tup
             if all(answer.problem for answer in answers):
                 empty.append(f"{page.title}: {panel.title}")
         drawn.append({"title": page.title, "text": page.description, "uid": page.uid, "panels": panels})
-    return _document({"start": times.start, "end": times.end, "source": api.url, "pages": drawn}), empty
+    return _document(
+        {"start": times.start, "end": times.end, "source": shown_url(api.url), "pages": drawn}
+    ), empty
 
 
 def _panel(panel: Panel, answers: Sequence[Answer], times: Range) -> dict[str, Any]:
     lines = [(name_of(answer.query, line), line) for answer in answers for line in answer.lines]
     if panel.kind is Kind.HEATMAP:
-        lines.sort(key=lambda named: float(named[1].labels.get("le", "inf")))
+        lines.sort(key=lambda named: _bound(named[1]))
     num_steps = round((times.end - times.start) / times.step_s) + 1
     series = [
         {"name": name, "values": _on_grid(line.values, times, num_steps)} for name, line in lines[:_MAX_LINES]
@@ -56,6 +58,14 @@ def _panel(panel: Panel, answers: Sequence[Answer], times: Range) -> dict[str, A
         "series": series,
         "left": max(0, len(lines) - _MAX_LINES),
     }
+
+
+def _bound(line: Line) -> float:
+    """Upper bound of a histogram's bucket; the last where it says none."""
+    try:
+        return float(line.labels.get("le", "inf"))
+    except ValueError:
+        return math.inf
 
 
 def _on_grid(values: Sequence[tuple[float, float]], times: Range, num_steps: int) -> list[float | None]:

@@ -59,9 +59,11 @@ def push(
 
 def _check_health(api: GrafanaApi) -> None:
     health = api.get("/api/health")
+    if "database" not in health.body:
+        raise api.stranger()
     if health.body.get("database") != "ok":
         raise ObserveError(
-            f"Grafana at {api.url} is not healthy: its database is {health.body.get('database')!r}"
+            f"Grafana at {api.shown} is not healthy: its database is {health.body.get('database')!r}"
         )
 
 
@@ -83,7 +85,7 @@ def _push_datasource(api: GrafanaApi, wanted: Mapping[str, Any]) -> str:
         reply = api.send("POST", "/api/datasources", wanted)
         if reply.status == 409:
             raise ObserveError(
-                f"Grafana at {api.url} has another data source called {wanted['name']!r}; rename that one, "
+                f"Grafana at {api.shown} has another data source called {wanted['name']!r}; rename that one, "
                 "or push without --prometheus"
             )
         api.expect(reply, "the data source")
@@ -99,7 +101,9 @@ def _resource_version(api: GrafanaApi) -> str | None:
     group = api.get(_GROUP)
     rows = group.body.get("versions") if group.is_ok else None
     served = (
-        {row.get("version") for row in rows if isinstance(row, dict)} if isinstance(rows, list) else set()
+        {row.get("version") for row in rows if isinstance(row, dict) and isinstance(row.get("version"), str)}
+        if isinstance(rows, list)
+        else set()
     )
     return next((version for version in _VERSIONS if version in served), None)
 
@@ -130,9 +134,8 @@ def _push_resource(api: GrafanaApi, page: Dashboard, base: str, overwrite: bool)
     if not there.is_ok:
         reply = api.send("POST", path, body)
     else:
-        known = there.body.get("metadata")
-        known = known if isinstance(known, dict) else {}
-        is_here = known.get("annotations", {}).get("grafana.app/folder") == FOLDER_UID
+        known = _mapping(there.body.get("metadata"))
+        is_here = _mapping(known.get("annotations")).get("grafana.app/folder") == FOLDER_UID
         if is_here and _same(spec, there.body.get("spec")):
             return "unchanged"
         if not overwrite:
@@ -141,6 +144,11 @@ def _push_resource(api: GrafanaApi, page: Dashboard, base: str, overwrite: bool)
     _check_conflict(api, reply, page)
     api.expect(reply, f"the page {page.title!r}")
     return "updated" if there.is_ok else "created"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """What should be one; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _same(ours: Mapping[str, Any], theirs: object) -> bool:
@@ -152,4 +160,4 @@ def _same(ours: Mapping[str, Any], theirs: object) -> bool:
 
 def _check_conflict(api: GrafanaApi, reply: Reply, page: Dashboard) -> None:
     if reply.status in (409, 412):
-        raise ObserveError(f"the page {page.title!r} of Grafana at {api.url} {_EDITED}")
+        raise ObserveError(f"the page {page.title!r} of Grafana at {api.shown} {_EDITED}")

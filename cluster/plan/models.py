@@ -100,6 +100,8 @@ def find_model(name: str) -> PlannedModel:
             name=lowered, spec=spec, is_tied=spec.tie_word_embeddings, path=None, checkpoint=None
         )
     place = Path(name).expanduser()
+    if not name.strip():
+        raise UnknownModel("the model is an empty text: name a folder, or leave it out for the embedded one")
     if place.is_dir():
         return _of_folder(place)
     if place.is_file():

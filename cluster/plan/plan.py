@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
+from cluster.figures.words import counted
 from cluster.plan import textbook
 from cluster.plan.arithmetic import kv_bytes_per_token
 from cluster.plan.calibration import SHIPPED_PARAMETERS, find_calibration, machine_roofs
@@ -192,16 +193,17 @@ def propose(
             pool_tokens=memory.num_tokens,
             max_running=plan.shape.schedule.max_running,
         )
+        ranks = f"{counted(size, 'rank')} a group"
         for name, make in (("one pool", propose_unified), ("prefill and decode apart", propose_apart)):
             try:
                 proposal = make(demand, targets, group)
             except NotReachable as error:
-                lines.append(f"{name}, {size} ranks a group: {error}")
+                lines.append(f"{name}, {ranks}: {error}")
                 continue
             found.append(proposal)
             groups = " + ".join(f"{pool.groups} {pool.role}" for pool in proposal.pools)
             lines.append(
-                f"{name}, {size} ranks a group: {groups} groups, {proposal.devices} devices, TTFT p90 "
+                f"{name}, {ranks}: {groups} groups, {counted(proposal.devices, 'device')}, TTFT p90 "
                 f"{proposal.ttft_p90_s:.3g} s, TPOT {proposal.tpot_s * 1e3:.3g} ms, longest gap "
                 f"{proposal.longest_gap_s * 1e3:.3g} ms"
             )

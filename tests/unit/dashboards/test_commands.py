@@ -53,7 +53,7 @@ def test_push_says_what_became_of_each_thing(tmp_path: Path) -> None:
         push = ("dashboards", "push", "--grafana", grafana.url + "/", "--token-file", str(token))
         code, said = tandem(tmp_path, *push)
     assert code == 0
-    assert said.splitlines()[:2] == ["created   folder Tandem", "created   page Tandem / Fleet"]
+    assert said.splitlines()[1:3] == ["created   folder Tandem", "created   page Tandem / Fleet"]
 
 
 @pytest.mark.parametrize("content", [b"", b"two words\n", "schlüssel".encode(), b"\xff\xfe\x00"])
@@ -87,3 +87,33 @@ def test_help_says_what_there_is(tmp_path: Path) -> None:
     for command in ("build", "check", "push", "preview"):
         assert command in said
     assert "up" in tandem(tmp_path, "metrics", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("dashboards", "check", "--prometheus", url) for url in ("notaurl", "http://", "http://a:x", "")),
+        ("dashboards", "preview", "--prometheus", "ftp://a"),
+        ("dashboards", "preview", "--minutes", "1e308"),
+        ("dashboards", "push", "--grafana", "grafana:3000", "--token-file", "token"),
+        *(
+            ("metrics", "up", "--target", text)
+            for text in ("", "nohost", "a b:99999", "a:99999", "http://a:1")
+        ),
+    ],
+)
+def test_addresses_that_are_none_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    code, said = tandem(tmp_path, *arguments)
+    assert code == 2 and f"Invalid value for '{arguments[2]}'" in said
+
+
+def test_a_page_that_cannot_be_written_is_told_before_anybody_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    place = ("-o", str(tmp_path / "file" / "page.html"))
+    code, said = tandem(tmp_path, "dashboards", "preview", *place, "--prometheus", "http://127.0.0.1:1")
+    assert code == 1 and "its folder cannot be made" in said and "Prometheus" not in said
+
+
+def test_passwords_of_addresses_are_not_printed(tmp_path: Path) -> None:
+    code, said = tandem(tmp_path, "dashboards", "check", "--prometheus", "http://me:secret@127.0.0.1:1")
+    assert code == 1 and "secret" not in said and "http://127.0.0.1:1 " in said

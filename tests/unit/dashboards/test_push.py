@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import patch
 
 import pytest
 
-from cluster.observe.grafana_api import GrafanaApi
-from cluster.observe.prometheus_api import ObserveError
+from cluster.observe.grafana_api import GrafanaApi, Reply
+from cluster.observe.prometheus_api import ObserveError, PrometheusApi
 from cluster.observe.push import Pushed, push
 from dashboards.pages import PAGES
 from tests.unit.dashboards.grafana_double import READ_ONLY, TOKEN, GrafanaDouble
@@ -113,3 +118,79 @@ def test_nobody_there_is_told() -> None:
 def test_what_is_no_grafana_is_told() -> None:
     with Scraped("up 1\n") as other, pytest.raises(ObserveError, match=f"at {other.url} is (no|not) "):
         pushed(other.url)
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """Answers everything alike."""
+
+    answer: tuple[int, str] = (200, "")
+
+    def do_GET(self) -> None:
+        status, text = self.answer
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def stranger(status: int, text: str) -> Iterator[str]:
+    handler = type("Handler", (Stranger,), {"answer": (status, text)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(timeout=5.0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "[1, 2]", "{}", "null", "<html>log in</html>"])
+@pytest.mark.parametrize("status", [200, 404])
+def test_what_is_no_grafana_is_called_so(status: int, text: str) -> None:
+    with (
+        stranger(status, text) as url,
+        pytest.raises(ObserveError, match=f"^what answers at {url} is no Grafana$"),
+    ):
+        pushed(url)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"status":"success","data":{"result":[{"metric":null,"values":[[1,"1"]]}]}}',
+        '{"status":"success","data":{"result":[{"metric":{"le":[]},"values":[[1,"1"]]}]}}',
+        '{"status":"success","data":{"result":[{"metric":{},"values":[[1e999,"1"]]}]}}',
+        '{"status":"success","data":{"result":5}}',
+    ],
+)
+def test_what_is_no_prometheus_is_called_so(text: str) -> None:
+    with stranger(200, text) as url, pytest.raises(ObserveError, match="is no Prometheus$"):
+        PrometheusApi(url).query_range("up", start=0, end=1, step_s=1)
+
+
+def test_an_odd_page_in_grafana_is_written_over(caplog: pytest.LogCaptureFixture) -> None:
+    with GrafanaDouble(with_resources=True) as grafana:
+        pushed(grafana.url)
+        api = GrafanaApi(grafana.url, TOKEN, timeout_s=5.0)
+        get = api.get
+
+        def odd(path: str) -> Reply:
+            reply = get(path)
+            if "/namespaces/" in path:
+                return Reply(reply.status, {**reply.body, "metadata": {"annotations": None}})
+            if path == "/apis/dashboard.grafana.app":
+                return Reply(reply.status, {"versions": [{"version": []}, 5, {"version": "v1"}]})
+            return reply
+
+        with patch.object(api, "get", odd):
+            done: list[Pushed] = []
+            push(api, PAGES.values(), prometheus=None, overwrite=True, report=done.append)
+        assert {row.result for row in done if row.kind == "page"} == {"updated"}
+        with pytest.raises(ObserveError, match="does not know this token"):
+            pushed(grafana.url, token="wrong")
+    assert not caplog.records

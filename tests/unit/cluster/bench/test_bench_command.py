@@ -20,6 +20,7 @@ from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU
 from cluster.plan.calibration import find_calibration
 from cluster.running.note import RunningNote
 
+SHORT = ("--prompt", "64", "--output", "32")  # the tiny model takes 128 tokens
 CEILINGS = {"read_bytes_per_s": 30e9, "flop_per_s": 400e9, "samples": {}}
 ROW = {
     "batch": 8,
@@ -94,11 +95,11 @@ def sweep_report(**changes: Any) -> dict[str, Any]:
 def test_sweep(bench: Bench, tiny_model: Path, tmp_path: Path) -> None:
     bench.result = sweep_report()
     out = tmp_path / "sweep.json"
-    done = bench.run("sweep", str(tiny_model), "--batches", "8,1,8", "-o", str(out))
+    done = bench.run("sweep", str(tiny_model), *SHORT, "--batches", "8,1,8", "-o", str(out))
     assert done.exit_code == 0, done.stderr
     (order,) = bench.orders
     assert isinstance(order, SweepOrder)
-    assert (order.batches, order.prompt_tokens, order.new_tokens) == ((1, 8), 512, 256)
+    assert (order.batches, order.prompt_tokens, order.new_tokens) == ((1, 8), 64, 32)
     assert order.engine.max_running == 8 and order.engine.model == str(tiny_model)
     line = next(line for line in done.stdout.splitlines() if line.strip().startswith("8 "))
     assert line.split() == [
@@ -106,12 +107,43 @@ def test_sweep(bench: Bench, tiny_model: Path, tmp_path: Path) -> None:
         *("25", "%", "80", "%", "30", "%", "bandwidth", "knee"),
     ]
     assert json.loads(out.read_text())["rows"][0]["batch"] == 8
-    assert "samples" not in json.loads(bench.run("sweep", str(tiny_model), "--json").stdout)
+    assert "samples" not in json.loads(bench.run("sweep", str(tiny_model), *SHORT, "--json").stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sweep", "--dtype", "float16"), "--dtype 'float16': it is one of auto, bfloat16, float32"),
+        (("sweep", "--quantization", "int2", *SHORT), "--quantization 'int2': it is one of auto, none"),
+        (("sweep", "--prompt", "9000"), "--prompt 9,000 and --output 256 are 9,256 tokens together"),
+        (("sweep", *SHORT, "--tensor-parallel", "3"), "--tensor-parallel 3: "),
+        (("sweep", "--prompt", "9" * 23), "Invalid value for '--prompt'"),
+        (("kv-cache", "--prompt", "100"), "the model takes at most 128"),
+        (("serve", "--rate", "0"), "--rate '0'"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_started(
+    bench: Bench, tiny_model: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    model = () if arguments[0] == "serve" else (str(tiny_model),)
+    done = bench.run(arguments[0], *model, *arguments[1:])
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit)
+    assert message in done.stderr and not bench.orders
+
+
+def test_a_report_that_cannot_be_written_is_told_first(
+    bench: Bench, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for option in ("-o", "--png"):
+        done = bench.run("sweep", str(tiny_model), *SHORT, option, str(tmp_path / "file" / "new" / "a.json"))
+        assert done.exit_code == 1 and "its folder cannot be made: Not a directory" in done.stderr
+    assert not bench.orders
 
 
 def test_a_row_above_its_limit_is_told(bench: Bench, tiny_model: Path) -> None:
     bench.result = sweep_report(limit_share=1.2)
-    assert "batch 8 is above its limit" in bench.run("sweep", str(tiny_model)).stdout
+    assert "batch 8 is above its limit" in bench.run("sweep", str(tiny_model), *SHORT).stdout
 
 
 def test_calibrate_keeps_what_it_found(bench: Bench, tiny_model: Path) -> None:
@@ -181,7 +213,7 @@ def test_kv_cache(bench: Bench, tiny_model: Path) -> None:
 
 def test_failures_are_told(bench: Bench, tiny_model: Path) -> None:
     bench.result = MeasuringFailed("no memory left")
-    done = bench.run("sweep", str(tiny_model))
+    done = bench.run("sweep", str(tiny_model), *SHORT)
     assert (done.exit_code, "no memory left" in done.stderr) == (1, True)
     for batches in ("1,x", "0,1", "", "4097", "9" * 5000):
         done = bench.run("sweep", str(tiny_model), "--batches", batches)

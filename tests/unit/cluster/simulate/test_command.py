@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli.commands import app
 from cluster.simulate.report import spread
+from cluster.simulate.run import Outcome, SimConfig, simulate
 from tests.unit.cluster.simulate.traces import PLAIN, conversations
 
 
@@ -81,14 +82,46 @@ def test_pools_are_compared_in_a_table(trace: str) -> None:
         (("--pools", "unified=1,unified=2"), "it must be like prefill=2,decode=6"),
         (("--pools", "prefill=1,decode=1"), "a network between the groups is needed"),
         (("--pools", "decode=" + "9" * 5000), "it must be like prefill=2,decode=6"),
-        (("--blocks", "10"), "a group has 10"),
+        (("--blocks", "10"), "a group has 10 (--blocks)"),
+        (("--pools", "unified=1", "--pools", "bogus=1"), "it must be like prefill=2,decode=6"),
+        (("--pools", "unified=1", "--groups", "2"), "--groups and --pools are both given"),
+        (("--length-divisor", "0.000001"), "at a length divisor of 1e-06, at most 16,777,216 are allowed"),
         (("--cost", "missing.json"), "missing.json: not readable as JSON"),
     ],
 )
 def test_mistakes_are_named(trace: str, arguments: tuple[str, ...], message: str) -> None:
     done = run(trace, *arguments)
-    assert done.exit_code == 1
-    assert message in done.stderr
+    assert done.exit_code == (2 if message.startswith(("--", "it must")) else 1)
+    assert message in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--blocks", "10000000000"),
+        ("--blocks", "9" * 400),
+        ("--requests", "9" * 23),
+        ("--length-divisor", "1e-305"),
+        ("--rate-divisor", "1e308"),
+        ("--transfer", "1e308"),
+    ],
+)
+def test_numbers_without_meaning_are_refused(trace: str, option: str, value: str) -> None:
+    done = run(trace, option, value)
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit)
+    assert f"Invalid value for '{option}'" in done.stderr
+
+
+def test_what_is_known_when_it_is_interrupted_is_shown(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(requests: object, config: SimConfig, policy: str) -> Outcome:
+        if policy != "prefix":
+            raise KeyboardInterrupt
+        return simulate(requests, config, policy)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("cluster.cli.simulate.simulate", interrupted)
+    done = run(trace, "--policy", "all", "--requests", "5")
+    assert done.exit_code == 130
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [["1", "group", "prefix"]]
 
 
 def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
