@@ -169,7 +169,7 @@ def test_what_is_no_grafana_is_called_so(status: int, text: str) -> None:
     ],
 )
 def test_what_is_no_prometheus_is_called_so(text: str) -> None:
-    with stranger(200, text) as url, pytest.raises(ObserveError, match="is no Prometheus$"):
+    with stranger(200, text) as url, pytest.raises(ObserveError, match=r"is no Prometheus$"):
         PrometheusApi(url).query_range("up", start=0, end=1, step_s=1)
 
 

@@ -218,7 +218,7 @@ def test_failures_are_told(bench: Bench, tiny_model: Path) -> None:
     for batches in ("1,x", "0,1", "", "4097", "9" * 5000):
         done = bench.run("sweep", str(tiny_model), "--batches", batches)
         assert (done.exit_code, f"--batches '{batches[:100]}': give numbers from 1" in done.stderr) == (
-            1,
+            2,
             True,
         )
     bench.outcomes = ServerUnusable("nobody there")
