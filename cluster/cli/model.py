@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from cluster.cli.convert import convert
 from cluster.cli.folders import embedded_folder, folder_of
 from cluster.cli.options import JsonOption
 from cluster.cli.quantize import quantize
@@ -26,6 +27,7 @@ NameArgument = Annotated[
 
 app = typer.Typer(help="The embedded model and model folders.", no_args_is_help=True)
 app.command()(quantize)
+app.command()(convert)
 
 
 @app.command()

@@ -90,6 +90,8 @@ def model_folder(name: str, root: Path | None = None) -> Path:
     if not os.path.exists(folder):  # Path.exists raises where a folder above may not be read
         raise EmbeddedModelError(f"no model {name!r}: {folder} does not exist; give {known}")
     if not folder.is_dir():
+        if folder.suffix == ".gguf":
+            raise EmbeddedModelError(f"{folder} is a GGUF file: tandem model convert FILE --out FOLDER, once")
         raise EmbeddedModelError(f"{folder} is a file; give the folder that holds config.json")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise EmbeddedModelError(f"{folder} cannot be read by this user; change its permissions")

@@ -1,15 +1,16 @@
-"""A GGUF file of a Llama-family model, written out as a folder in Hugging Face layout.
+"""A GGUF file of a Llama-like model, written out as a folder in Hugging Face layout.
 
-GGUF keeps the same model under other names, in blocks of a few bits, and with the rows of the query and key
-projections interleaved for llama.cpp's rotary embedding. All three are undone here; weights become bfloat16.
-Covered: architecture `llama` with a byte-level BPE tokenizer of the kinds in `_PRE_TOKENIZERS`. Everything
-else is refused by name. The file is trusted as far as its hash is pinned by the caller: sizes come from it.
+GGUF keeps the same model under other names, in blocks of a few bits, and of Llama with the rows of the query
+and key projections interleaved for llama.cpp's rotary embedding. All three are undone here; weights become
+bfloat16, one tensor in memory at a time. Covered: the architectures of `gguf_names` with a byte-level BPE
+tokenizer of the kinds in `gguf_splitting`. Everything else is refused by name. The file is trusted as far as
+the caller trusts it: sizes come from it.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,27 +20,13 @@ from typing import Any
 import gguf
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+from cluster.models.gguf_names import ARCHITECTURES, GgufArchitecture
+from cluster.models.gguf_splitting import SPLITTINGS
 
 WEIGHTS = "model.safetensors"
 _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
-
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OUTER_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 
 
 class GgufError(ValueError):
@@ -50,6 +37,7 @@ class GgufError(ValueError):
 class GgufModel:
     """What the metadata of the file says."""
 
+    architecture: GgufArchitecture
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -62,6 +50,7 @@ class GgufModel:
     rms_norm_eps: float
     is_tied: bool  # no output.weight: the embedding is the head too
     bos_token_id: int
+    adds_bos: bool  # to every text
     eos_token_id: int
     pad_token_id: int
     unk_token_id: int
@@ -87,41 +76,47 @@ def write_folder(
     _write_json(folder / "generation_config.json", {**_generation_config(model), **(sampling or {})})
     _write_tokenizer(model, folder)
     progress(f"converting {len(reader.tensors)} tensors to bfloat16")
-    tensors = {name: to_bfloat16(values) for name, values in _tensors(reader, model)}
-    progress(f"writing {WEIGHTS} ({sum(t.nbytes for t in tensors.values()) / 1e6:.0f} MB)")
-    write_bfloat16(folder / WEIGHTS, tensors)
+    tensors = _tensors(reader, model)
+    size = sum(2 * int(tensor.n_elements) for tensor, _ in tensors.values())
+    progress(f"writing {WEIGHTS} ({size / 1e6:.0f} MB)")
+    shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, (tensor, _) in tensors.items()}
+    write_bfloat16(folder / WEIGHTS, shapes, lambda name: to_bfloat16(_values(*tensors[name], model)))
 
 
 def read_model(reader: gguf.GGUFReader) -> GgufModel:
     """The metadata, or GgufError naming the entry that is missing or not covered."""
-    architecture = _entry(reader, "general.architecture")
-    if architecture != "llama":
-        raise GgufError(f"general.architecture is {architecture!r}; covered: llama")
+    name = _entry(reader, "general.architecture")
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
+        raise GgufError(f"general.architecture is {name!r}; covered: {', '.join(ARCHITECTURES)}")
     if (kind := _entry(reader, "tokenizer.ggml.model")) != "gpt2":
         raise GgufError(f"tokenizer.ggml.model is {kind!r}; covered: gpt2 (byte-level BPE)")
     pre_tokenizer = _entry(reader, "tokenizer.ggml.pre")
-    if pre_tokenizer not in _PRE_TOKENIZERS:
-        raise GgufError(
-            f"tokenizer.ggml.pre is {pre_tokenizer!r}; covered: {', '.join(sorted(_PRE_TOKENIZERS))}"
-        )
+    if pre_tokenizer not in SPLITTINGS:
+        raise GgufError(f"tokenizer.ggml.pre is {pre_tokenizer!r}; covered: {', '.join(sorted(SPLITTINGS))}")
+    if (scaling := _entry(reader, f"{name}.rope.scaling.type", "none")) != "none":
+        raise GgufError(f"{name}.rope.scaling.type is {scaling!r}; covered: none")
     tokens = tuple(_entry(reader, "tokenizer.ggml.tokens"))
-    num_heads = int(_entry(reader, "llama.attention.head_count"))
-    hidden_size = int(_entry(reader, "llama.embedding_length"))
+    num_heads = int(_entry(reader, f"{name}.attention.head_count"))
+    hidden_size = int(_entry(reader, f"{name}.embedding_length"))
+    head_dim = int(_entry(reader, f"{name}.rope.dimension_count", hidden_size // num_heads))
     eos = int(_entry(reader, "tokenizer.ggml.eos_token_id"))
     return GgufModel(
+        architecture=architecture,
         vocab_size=len(tokens),
         hidden_size=hidden_size,
-        num_layers=int(_entry(reader, "llama.block_count")),
+        num_layers=int(_entry(reader, f"{name}.block_count")),
         num_heads=num_heads,
-        num_kv_heads=int(_entry(reader, "llama.attention.head_count_kv", num_heads)),
-        intermediate_size=int(_entry(reader, "llama.feed_forward_length")),
-        head_dim=int(_entry(reader, "llama.rope.dimension_count", hidden_size // num_heads)),
-        max_positions=int(_entry(reader, "llama.context_length")),
-        rope_theta=float(_entry(reader, "llama.rope.freq_base", 10000.0)),
+        num_kv_heads=int(_entry(reader, f"{name}.attention.head_count_kv", num_heads)),
+        intermediate_size=int(_entry(reader, f"{name}.feed_forward_length")),
+        head_dim=int(_entry(reader, f"{name}.attention.key_length", head_dim)),
+        max_positions=int(_entry(reader, f"{name}.context_length")),
+        rope_theta=float(_entry(reader, f"{name}.rope.freq_base", 10000.0)),
         # Stored as float32: 1e-5 comes back as 9.999999747378752e-06. Seven digits are what it holds.
-        rms_norm_eps=float(f"{_entry(reader, 'llama.attention.layer_norm_rms_epsilon'):.7g}"),
+        rms_norm_eps=float(f"{_entry(reader, f'{name}.attention.layer_norm_rms_epsilon'):.7g}"),
         is_tied=all(tensor.name != "output.weight" for tensor in reader.tensors),
-        bos_token_id=int(_entry(reader, "tokenizer.ggml.bos_token_id")),
+        bos_token_id=int(_entry(reader, "tokenizer.ggml.bos_token_id", eos)),
+        adds_bos=bool(_entry(reader, "tokenizer.ggml.add_bos_token", False)),
         eos_token_id=eos,
         pad_token_id=int(_entry(reader, "tokenizer.ggml.padding_token_id", eos)),
         unk_token_id=int(_entry(reader, "tokenizer.ggml.unknown_token_id", eos)),
@@ -139,22 +134,25 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def write_bfloat16(file: Path, tensors: Mapping[str, NDArray[np.uint16]]) -> None:
+def write_bfloat16(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str], NDArray[np.uint16]]
+) -> None:
     """A safetensors file of bfloat16 tensors given as bits: header length, JSON header, data, in name order.
 
-    By hand, because numpy has no bfloat16 for safetensors.numpy to name, and torch takes seconds to import.
+    values: asked for one tensor after the other. By hand, because numpy has no bfloat16 for safetensors.numpy
+    to name, and torch takes seconds to import.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in sorted(tensors):
-        start, end = end, end + tensors[name].nbytes
-        header[name] = {"dtype": "BF16", "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    for name in sorted(shapes):
+        start, end = end, end + 2 * math.prod(shapes[name])
+        header[name] = {"dtype": "BF16", "shape": list(shapes[name]), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
-        for name in sorted(tensors):
-            stream.write(np.ascontiguousarray(tensors[name], dtype="<u2").data)
+        for name in sorted(shapes):
+            stream.write(np.ascontiguousarray(values(name), dtype="<u2").data)
 
 
 def undo_permute(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
@@ -177,39 +175,39 @@ def _entry(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
     return field.contents()
 
 
-def _tensors(reader: gguf.GGUFReader, model: GgufModel) -> list[tuple[str, NDArray[np.float32]]]:
-    """Every tensor under its Hugging Face name, float32."""
-    tensors = []
+def _tensors(reader: gguf.GGUFReader, model: GgufModel) -> dict[str, tuple[gguf.ReaderTensor, str]]:
+    """Every tensor with its kind inside a layer, under its Hugging Face name."""
+    architecture, tensors = model.architecture, {}
     for tensor in reader.tensors:
-        name, kind = _name(tensor.name, model.num_layers)
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if kind == "attn_q":
-            values = undo_permute(values, model.num_heads)
-        elif kind == "attn_k":
-            values = undo_permute(values, model.num_kv_heads)
-        if not np.isfinite(values).all():
-            raise GgufError(f"tensor {tensor.name} holds values that are not finite")
-        tensors.append((name, values))
-    expected = model.num_layers * len(_BLOCK_NAMES) + (2 if model.is_tied else 3)
+        found = architecture.hugging_face_name(tensor.name, model.num_layers)
+        if found is None:
+            raise GgufError(
+                f"tensor {tensor.name} is not part of {architecture.name} with {model.num_layers} layers"
+            )
+        tensors[found[0]] = (tensor, found[1])
+    expected = architecture.num_tensors(model.num_layers, is_tied=model.is_tied)
     if len(tensors) != expected:
         raise GgufError(f"the file has {len(tensors)} tensors; its metadata asks for {expected}")
     return tensors
 
 
-def _name(gguf_name: str, num_layers: int) -> tuple[str, str]:
-    """Hugging Face's name of a tensor, and its kind inside a block."""
-    if gguf_name in _OUTER_NAMES:
-        return _OUTER_NAMES[gguf_name], ""
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", gguf_name)
-    if match is None or match[2] not in _BLOCK_NAMES or int(match[1]) >= num_layers:
-        raise GgufError(f"tensor {gguf_name} is not part of a Llama model of {num_layers} layers")
-    return f"model.layers.{int(match[1])}.{_BLOCK_NAMES[match[2]]}.weight", match[2]
+def _values(tensor: gguf.ReaderTensor, kind: str, model: GgufModel) -> NDArray[np.float32]:
+    """In Hugging Face's order of rows."""
+    try:
+        values: NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise GgufError(f"tensor {tensor.name} is stored as {tensor.tensor_type.name}: {error}") from error
+    if model.architecture.is_interleaved and kind in ("attn_q", "attn_k"):
+        values = undo_permute(values, model.num_heads if kind == "attn_q" else model.num_kv_heads)
+    if not np.isfinite(values).all():
+        raise GgufError(f"tensor {tensor.name} holds values that are not finite")
+    return values
 
 
 def _config(model: GgufModel) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [model.architecture.model_class],
+        "model_type": model.architecture.name,
         "dtype": "bfloat16",
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -239,26 +237,22 @@ def _generation_config(model: GgufModel) -> dict[str, Any]:
     }
 
 
-def _smollm_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Each digit alone, then GPT-2's split into words."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-
-
-_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {"smollm": _smollm_pre_tokenizer}
-
-
 def _write_tokenizer(model: GgufModel, folder: Path) -> None:
     pairs = [merge.split(" ") for merge in model.merges]
     vocab = {token: index for index, token in enumerate(model.tokens)}
     if len(vocab) != len(model.tokens) or any(len(pair) != 2 for pair in pairs):
         raise GgufError("tokenizer.ggml.tokens holds a token twice, or a merge is not a pair")
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(a, b) for a, b in pairs]))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[model.pre_tokenizer]()
+    splitting = SPLITTINGS[model.pre_tokenizer]
+    merges = [(a, b) for a, b in pairs]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=splitting.ignores_merges))
+    if splitting.normalizer is not None:
+        tokenizer.normalizer = splitting.normalizer()
+    tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+    if model.adds_bos:
+        bos = model.tokens[model.bos_token_id]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, model.bos_token_id)]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     special = [
         token for token, kind in zip(model.tokens, model.token_types, strict=True) if kind == _CONTROL_TOKEN

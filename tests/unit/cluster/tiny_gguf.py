@@ -36,8 +36,30 @@ def tokens() -> tuple[list[str], list[str]]:
     return [*SPECIAL, *single, "hi", "\u0120hi"], ["h i", "\u0120 hi"]
 
 
-def write_tiny_gguf(file: Path, *, architecture: str = "llama") -> dict[str, NDArray[np.float32]]:
-    """Write the file and give its weights under Hugging Face's names, as they are after quantisation."""
+# Beside those: of Qwen2 and Qwen3.
+_MORE = {
+    "qwen2": tuple(
+        (f"attn_{letter}", f"self_attn.{letter}_proj", (rows,), _KINDS.F32)
+        for letter, rows in (("q", HIDDEN), ("k", HIDDEN // 2), ("v", HIDDEN // 2))
+    ),
+    "qwen3": tuple(
+        (f"attn_{letter}_norm", f"self_attn.{letter}_norm", (HIDDEN // HEADS,), _KINDS.F32)
+        for letter in ("q", "k")
+    ),
+}
+
+
+def write_tiny_gguf(
+    file: Path,
+    *,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    kind: gguf.GGMLQuantizationType | None = None,
+) -> dict[str, NDArray[np.float32]]:
+    """Write the file and give its weights under Hugging Face's names, as they are after quantisation.
+
+    kind: of all matrices; None: several.
+    """
     random = np.random.default_rng(7)
     vocab, merges = tokens()
     writer = gguf.GGUFWriter(file, architecture)
@@ -51,7 +73,7 @@ def write_tiny_gguf(file: Path, *, architecture: str = "llama") -> dict[str, NDA
     writer.add_rope_freq_base(50000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(vocab)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(vocab) - len(SPECIAL)))
     writer.add_token_merges(merges)
@@ -69,17 +91,23 @@ def write_tiny_gguf(file: Path, *, architecture: str = "llama") -> dict[str, NDA
             (f"blk.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight", shape, kind)
             for ours, theirs, shape, kind in _LAYER
         ]
+        ending = "bias" if architecture == "qwen2" else "weight"
+        entries += [
+            (f"blk.{layer}.{ours}.{ending}", f"model.layers.{layer}.{theirs}.{ending}", shape, stored)
+            for ours, theirs, shape, stored in _MORE.get(architecture, ())
+        ]
     weights = {}
-    for gguf_name, name, shape, kind in entries:
+    for gguf_name, name, shape, own_kind in entries:
+        used = own_kind if kind is None or len(shape) == 1 else kind
         values = random.standard_normal(shape).astype(np.float32)
         stored = values
-        if ".attn_q." in gguf_name:
+        if architecture == "llama" and ".attn_q." in gguf_name:
             stored = _permute(values, HEADS)
-        elif ".attn_k." in gguf_name:
+        elif architecture == "llama" and ".attn_k." in gguf_name:
             stored = _permute(values, KV_HEADS)
         # Blocks of 32 run along a row, so moving rows and quantising may be done in either order.
-        writer.add_tensor(gguf_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
-        weights[name] = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        writer.add_tensor(gguf_name, gguf.quants.quantize(stored, used), raw_dtype=used)
+        weights[name] = gguf.quants.dequantize(gguf.quants.quantize(values, used), used)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -129,9 +129,9 @@ def test_another_gguf_is_refused_with_both_hashes(setup: Setup) -> None:
 
 
 def test_a_failed_conversion_leaves_nothing_behind(setup: Setup) -> None:
-    write_tiny_gguf(setup.gguf_file, architecture="qwen3")
+    write_tiny_gguf(setup.gguf_file, architecture="falcon")
     setup.source = tiny_source(setup.gguf_file)
-    with pytest.raises(EmbeddedModelError, match=r"cannot be converted: general\.architecture is 'qwen3'"):
+    with pytest.raises(EmbeddedModelError, match=r"cannot be converted: general\.architecture is 'falcon'"):
         setup.ensure()
     assert {entry.name for entry in setup.root.iterdir()} == {".Tiny.lock"}
 

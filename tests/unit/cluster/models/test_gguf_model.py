@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from cluster.models.gguf_folder import convert_file
 from cluster.models.gguf_model import GgufError, read_model, to_bfloat16, write_folder
 from tests.unit.cluster.tiny_gguf import SPECIAL, TEMPLATE, tokens, write_tiny_gguf
 from workers.model.checkpoint import Checkpoint
@@ -75,6 +76,54 @@ def test_the_tokenizer_splits_digits_and_keeps_special_tokens_whole(
     }
 
 
+@pytest.mark.parametrize(
+    ("architecture", "pre", "kind"),
+    [
+        ("qwen2", "qwen2", None),
+        ("qwen3", "llama-bpe", None),
+        *(
+            ("llama", "smollm", gguf.GGMLQuantizationType[name])
+            for name in ("Q8_0", "Q4_0", "Q4_1", "F16", "BF16")
+        ),
+    ],
+)
+def test_other_architectures_and_kinds_of_tensors(
+    architecture: str, pre: str, kind: gguf.GGMLQuantizationType | None, tmp_path: Path
+) -> None:
+    weights = write_tiny_gguf(tmp_path / "m.gguf", architecture=architecture, pre=pre, kind=kind)
+    convert_file(tmp_path / "m.gguf", tmp_path / "out", lambda text: None)
+    checkpoint = Checkpoint(tmp_path / "out")
+    assert checkpoint.config["model_type"] == architecture
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: values.tolist() for name, values in found.items()} == {
+        name: torch.from_numpy(values).to(torch.bfloat16).tolist() for name, values in weights.items()
+    }
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode("hi 20, hi").ids) == "hi 20, hi"
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_super_blocks_are_those_of_the_gguf_package(kind: str) -> None:
+    """The package cannot write them, so any bytes are blocks here: what counts is that they are read."""
+    form = gguf.GGMLQuantizationType[kind]
+    _, size = gguf.GGML_QUANT_SIZES[form]
+    data = np.random.default_rng(3).integers(0, 64, (2, size), dtype=np.uint8)
+    assert gguf.quants.dequantize(data, form).shape == (2, 256)
+
+
+def test_a_file_that_is_damaged_or_in_the_way(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_tiny_gguf(file)
+    content = file.read_bytes()
+    for damaged in (b"", b"GGUF", content[:500], b"\xff" * 2000, content[: len(content) // 2]):
+        file.write_bytes(damaged)
+        with pytest.raises(GgufError, match=r"m\.gguf (is damaged or no GGUF file|cannot be converted)"):
+            convert_file(file, tmp_path / "out", lambda text: None)
+    with pytest.raises(FileExistsError, match="is not an empty folder"):
+        convert_file(file, tmp_path, lambda text: None)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.gguf"]
+
+
 def test_bfloat16_rounds_as_torch_does() -> None:
     values = np.random.default_rng(1).standard_normal(10_000).astype(np.float32)
     ties = np.array([0x3F808000, 0x3F818000, 0x00000000, 0x80000000, 0xBF808000], dtype=np.uint32)
@@ -84,8 +133,8 @@ def test_bfloat16_rounds_as_torch_does() -> None:
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
-    write_tiny_gguf(tmp_path / "other.gguf", architecture="qwen3")
-    with pytest.raises(GgufError, match=r"general\.architecture is 'qwen3'; covered: llama"):
+    write_tiny_gguf(tmp_path / "other.gguf", architecture="falcon")
+    with pytest.raises(GgufError, match=r"general\.architecture is 'falcon'; covered: llama, qwen2, qwen3"):
         read_model(gguf.GGUFReader(tmp_path / "other.gguf"))
 
 

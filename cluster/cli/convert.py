@@ -1,0 +1,32 @@
+"""`tandem model convert`: a GGUF file as a model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.options import JsonOption
+from cluster.cli.terminal import CommandFailed, Phases, Terminal
+from cluster.models.gguf_folder import convert_file
+from cluster.models.gguf_model import GgufError
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file of Llama, Qwen2 or Qwen3.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FOLDER", help="Folder to be made.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a GGUF file to a model folder in bfloat16; `model quantize` makes 4 or 8 bits of it again."""
+    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    with terminal.exit_codes():
+        try:
+            with Phases(terminal) as phases:
+                convert_file(file.expanduser(), out.expanduser(), phases.start)
+        except (GgufError, OSError) as error:
+            raise CommandFailed(str(error)) from error
+        if as_json:
+            terminal.emit(folder=str(out))
+        else:
+            terminal.say(str(out))
