@@ -66,6 +66,16 @@ def test_the_smallest_number_of_ranks_that_fits_is_taken(world: World) -> None:
     assert facts["memory"]["kv_bytes_per_token"] == 1_048_576
 
 
+def test_int8_keys_and_values_are_planned_with_their_scales(world: World) -> None:
+    asked = ("plan", "llama-2-7b", "--device", "a100-80g", "--kv-dtype")
+    plain, int8 = (json.loads(world.run(*asked, form, "--json").stdout) for form in ("auto", "int8"))
+    assert [facts["model"]["kv_dtype"] for facts in (plain, int8)] == ["bfloat16", "int8"]
+    assert int8["memory"]["kv_bytes_per_token"] == 2 * 32 * 32 * (128 + 2)
+    assert int8["memory"]["pool_tokens"] > 1.9 * plain["memory"]["pool_tokens"]
+    refused = world.run(*asked, "int4")
+    assert refused.exit_code == 2 and "--kv-dtype 'int4': it is one of auto, int8" in refused.output
+
+
 def test_models_come_from_folders_files_and_names(tiny_model: Path) -> None:
     folder, file = find_model(str(tiny_model)), find_model(str(tiny_model / "config.json"))
     assert folder.spec == file.spec
