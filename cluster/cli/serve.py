@@ -58,10 +58,13 @@ def serve(
         deployment = load_deployment(
             file or DEFAULT_FILE, port=port, assignments=assignments or (), allow_open=allow_open
         )
-        if dashboard is None:  # a cluster that exists may hold the port for us already
-            services.check_port(deployment.host, deployment.port)
         given = DeployedFile(file=str(file or DEFAULT_FILE), assignments=tuple(assignments or ()), port=port)
-        _Server(terminal, services, deployment, given, timeout_s).run(dashboard)
+        server = _Server(terminal, services, deployment, given, timeout_s)
+        if dashboard is not None:  # a cluster that exists may hold the port for us already
+            server.run(dashboard)
+        else:
+            with services.reserved_port(deployment.host, deployment.port):
+                server.run(None)
 
 
 class _Server:

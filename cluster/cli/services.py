@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from cluster.bench.orders import Order
 from cluster.launch import handover, local_cluster
 from cluster.launch.local_cluster import LocalCluster
 from cluster.launch.news import Report
-from cluster.launch.ports import check_port
+from cluster.launch.ports import reserved_port
 from cluster.models import embedded
 from cluster.running.deployed import DeployedFiles
 from cluster.running.directory_probe import read_directories
@@ -74,7 +75,7 @@ class Services:
 
     launcher: Launcher = local_cluster
     handover: Handover = handover
-    check_port: Callable[[str, int], None] = check_port
+    reserved_port: Callable[[str, int], AbstractContextManager[None]] = reserved_port
     # (Ray's address or "", applications) -> what the groups of each say of themselves
     directories: Callable[[str, list[str]], Mapping[str, GroupListing]] = read_directories
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure

@@ -16,19 +16,20 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.child import module_command
+from cluster.launch.dashboard import RayNotUp, wait_for_dashboard
 from cluster.launch.errors import LaunchError
 from cluster.launch.guardian import Guardian
 from cluster.launch.haproxy import file_switches, write_wrapper
 from cluster.launch.marked import MARK, end_marked
-from cluster.launch.news import Report, unheard, without_colours
-from cluster.launch.ports import check_port, free_port
+from cluster.launch.news import Report, unheard
+from cluster.launch.ports import free_port, reserved_port
 from cluster.running.serve_api import ServeApi, ServeApiError, read_token, token_path
 
-_TAIL_LINES = 15  # of a log, in an error
 # Ports of Serve with a fixed default, which two clusters of one machine would share without a word. Requests
 # go through the fallback proxy while HAProxy knows of no router: when it is being updated, or has just died.
 _SERVE_PORTS = (
@@ -37,10 +38,6 @@ _SERVE_PORTS = (
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
-
-
-class _RayEnded(LaunchError):
-    """Ray's head process ended before its dashboard answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +68,26 @@ def start_local_cluster(
     report("starting a local Ray cluster")
     _ensure_token()
     try:
-        return _start_head(num_cpus, dashboard_port, report, timeout_s)
-    except _RayEnded as error:
+        with _dashboard_port(dashboard_port) as port:
+            return _start_head(num_cpus, port, report, timeout_s)
+    except RayNotUp as error:
         report(f"{str(error).partition(':')[0]}, trying once more")
-    return _start_head(num_cpus, dashboard_port, report, timeout_s)
+    with _dashboard_port(dashboard_port) as port:
+        return _start_head(num_cpus, port, report, timeout_s)
+
+
+@contextlib.contextmanager
+def _dashboard_port(wish: int) -> Iterator[int]:
+    """The port wished for, held until the dashboard has it, or any other when somebody else has that."""
+    with contextlib.ExitStack() as promise:
+        try:
+            promise.enter_context(reserved_port("127.0.0.1", wish))
+        except LaunchError:
+            wish = free_port()
+        yield wish
 
 
 def _start_head(num_cpus: int | None, dashboard_port: int, report: Report, timeout_s: float) -> LocalCluster:
-    try:
-        check_port("127.0.0.1", dashboard_port)
-    except LaunchError:
-        dashboard_port = free_port()
     gcs_port = free_port()
     mark = secrets.token_hex(8)
     with contextlib.ExitStack() as undo:
@@ -109,7 +115,7 @@ def _start_head(num_cpus: int | None, dashboard_port: int, report: Report, timeo
         guardian=guardian,
     )
     try:
-        _wait_for_dashboard(cluster, log, timeout_s)
+        wait_for_dashboard(cluster.api, head, folder=folder, log=log, timeout_s=timeout_s)
     except BaseException:  # Ctrl-C too must leave nothing behind
         stop_all(cluster, grace_s=0)
         raise
@@ -126,16 +132,6 @@ def _head_command(folder: Path, gcs_port: int, dashboard_port: int, num_cpus: in
     if num_cpus is not None:
         command += ["--num-cpus", str(num_cpus)]
     return command
-
-
-def _wait_for_dashboard(cluster: LocalCluster, log: Path, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not cluster.api.is_reachable():
-        if cluster.head.poll() is not None:
-            raise _RayEnded(f"Ray ended at once (code {cluster.head.returncode}):\n{_tail(log)}")
-        if time.monotonic() > deadline:
-            raise LaunchError(f"Ray's dashboard did not answer in {timeout_s:.0f} s:\n{_tail(log)}")
-        time.sleep(0.2)
 
 
 def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[str]:
@@ -213,9 +209,3 @@ def _write_token(path: Path) -> None:
             os.link(draft, path)
     finally:
         draft.unlink()
-
-
-def _tail(log: Path) -> str:
-    """The last lines of a log."""
-    text = without_colours(log.read_text(errors="replace"))
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])

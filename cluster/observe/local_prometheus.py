@@ -24,7 +24,7 @@ import yaml
 
 from cluster.launch.guardian import Guardian
 from cluster.launch.marked import MARK
-from cluster.launch.ports import check_port
+from cluster.launch.ports import reserved_port
 from cluster.observe.prometheus_api import ObserveError
 from dashboards import alerts
 
@@ -74,8 +74,8 @@ def running(
     """A Prometheus that answers, until the block ends. `config`: the scrape config, given the folder in
     which it may put files. `data`: blocks to look at instead of an empty store. Raises ObserveError, and
     LaunchError for a port that is taken."""
-    check_port("127.0.0.1", port)  # or another Prometheus there would be taken for ours
     with ExitStack() as undo:
+        undo.enter_context(reserved_port("127.0.0.1", port))  # or another Prometheus would be taken for ours
         folder = Path(tempfile.mkdtemp(prefix="tandem-prometheus-"))  # only its owner may look into it
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         mark = secrets.token_hex(8)

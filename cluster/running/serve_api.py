@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 _APPLICATIONS = "/api/serve/applications/"
+_VERSION = "/api/version"
 
 
 class ServeApiError(RuntimeError):
@@ -59,14 +60,11 @@ class ServeApi:
 
     def details(self) -> dict[str, Any]:
         """What Serve runs: applications with status, message, deployments and replicas."""
-        response = self._call("GET")
-        try:
-            details = response.json()
-        except ValueError as error:
-            raise ServeApiError(f"what answers at {self.url} is not a Ray dashboard") from error
-        if not isinstance(details, dict):
-            raise ServeApiError(f"what answers at {self.url} is not a Ray dashboard")
-        return details
+        return self._read(_APPLICATIONS)
+
+    def session(self) -> str:
+        """Name of the run of Ray whose dashboard this is; no other run on the machine has it."""
+        return str(self._read(_VERSION).get("session_name", ""))
 
     def remove_applications(self) -> None:
         """Remove all applications; requests in flight finish. Serve's ingress stays up, which they need.
@@ -89,12 +87,23 @@ class ServeApi:
             return False
         return True
 
-    def _call(self, method: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+    def _read(self, path: str) -> dict[str, Any]:
+        try:
+            answer = self._call("GET", path=path).json()
+        except ValueError as error:
+            raise ServeApiError(f"what answers at {self.url} is not a Ray dashboard") from error
+        if not isinstance(answer, dict):
+            raise ServeApiError(f"what answers at {self.url} is not a Ray dashboard")
+        return answer
+
+    def _call(
+        self, method: str, body: Mapping[str, Any] | None = None, *, path: str = _APPLICATIONS
+    ) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         try:
             # trust_env off: a proxy from the environment must never see the token.
             with httpx.Client(timeout=self.timeout_s, trust_env=False) as client:
-                response = client.request(method, self.url + _APPLICATIONS, headers=headers, json=body)
+                response = client.request(method, self.url + path, headers=headers, json=body)
         except httpx.TimeoutException as error:
             raise ServeApiTimeout(
                 f"the Ray dashboard at {self.url} did not answer within {self.timeout_s:g} s"

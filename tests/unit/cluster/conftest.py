@@ -42,7 +42,7 @@ class World:
         services = Services(
             launcher=self.launcher,
             handover=self.launcher,
-            check_port=self.launcher.check_port,
+            reserved_port=self.launcher.reserved_port,
             directories=lambda address, applications: {"tandem": self.listing()},
             ensure_model=embedded_model(self.folder),
             note=self.note,

@@ -46,6 +46,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.details: dict[str, Any] = {"applications": {}}
         self.answers_dashboard = True
+        self.session = "session_fake"  # of the dashboard
         self.load = LOAD
         self.other_loads: dict[str, Any] = {}  # of other applications, by path
         self.explained: dict[str, Any] = {}  # by id, what /explain says
@@ -103,6 +104,8 @@ class FakeServer:
             def do_GET(self) -> None:
                 if self.path == "/api/serve/applications/" and server.answers_dashboard:
                     self._answer(server.details)
+                elif self.path == "/api/version" and server.answers_dashboard:
+                    self._answer({"session_name": server.session})
                 elif not self._has_key():
                     self._answer({"error": {"message": "a key is needed"}}, status=401)
                 elif self.path == f"{server.prefix}/v1/models":
@@ -199,10 +202,12 @@ class FakeLauncher:
         self._api = api
         self._folder = folder
 
-    def check_port(self, host: str, port: int) -> None:
-        self.calls.append(f"check_port {host} {port}")
+    @contextmanager
+    def reserved_port(self, host: str, port: int) -> Iterator[None]:
+        self.calls.append(f"reserve {host} {port}")
         if port == self.taken_port:
             raise LaunchError(f"port {port} on {host} cannot be used")
+        yield
 
     def start_local_cluster(self, *, num_cpus: int | None, report: Report, timeout_s: float) -> LocalCluster:
         self.calls.append("start")

@@ -37,7 +37,7 @@ note = RunningNote(Path(folder) / "run")
 services = Services(
     launcher=launcher,
     handover=launcher,
-    check_port=launcher.check_port,
+    reserved_port=launcher.reserved_port,
     ensure_model=embedded_model(Path(folder)),
     note=note,
 )

@@ -26,7 +26,7 @@ def test_serve_answers_once_and_stops_all_at_a_signal(world: World, number: sign
     port, url = world.server.port, world.server.url
     assert (done.exit_code, done.stderr) == (0, "")
     assert world.launcher.calls == [
-        f"check_port 127.0.0.1 {port}",
+        f"reserve 127.0.0.1 {port}",
         "start",
         "deploy",
         f"wait_ready tandem {url}",
@@ -132,7 +132,7 @@ def test_a_taken_port_ends_it_before_anything_starts(world: World) -> None:
     done = world.run("serve", world.file())
     assert done.exit_code == 1
     assert done.stderr == f"error: port {world.server.port} on 127.0.0.1 cannot be used\n"
-    assert world.launcher.calls == [f"check_port 127.0.0.1 {world.server.port}"]
+    assert world.launcher.calls == [f"reserve 127.0.0.1 {world.server.port}"]
 
 
 def test_mistakes_end_it_before_anything_starts(world: World) -> None:

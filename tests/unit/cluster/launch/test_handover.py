@@ -8,7 +8,7 @@ import pytest
 
 from cluster.launch.errors import LaunchError
 from cluster.launch.handover import deploy, plain_message
-from cluster.launch.ports import check_port, free_port
+from cluster.launch.ports import check_port, free_port, reserved_port
 from cluster.running.serve_api import ServeApi
 from tests.unit.cluster.fakes import FakeServer
 
@@ -47,6 +47,20 @@ def test_a_taken_port_is_named() -> None:
         ):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", free_port())
+
+
+def test_a_port_is_promised_to_one_command_at_a_time_before_anything_listens() -> None:
+    port = free_port()
+    with reserved_port("127.0.0.1", port):
+        check_port("127.0.0.1", port)
+        with pytest.raises(LaunchError) as caught, reserved_port("0.0.0.0", port):
+            pytest.fail("promised twice")
+    assert str(caught.value) == (
+        f"port {port} on 0.0.0.0 cannot be used: another tandem command that is starting has taken it; "
+        "choose another port (--port N, or http_options.port in the file)"
+    )
+    with reserved_port("127.0.0.1", port):
+        pass
 
 
 def test_a_slow_dashboard_is_asked_again() -> None:
