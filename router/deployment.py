@@ -20,6 +20,7 @@ from router.dispatch.dispatcher import DispatchLimits, SocketDispatcher
 from router.http.app import create_app
 from router.routing.policy import PolicyConfig
 from router.settings import RouterSettings
+from router.starting_groups import StartingGroups
 from router.tasks import end_tasks
 from router.telemetry.publisher import MetricsPublisher
 from router.text.tokenizer import TextTokenizer
@@ -116,10 +117,11 @@ class Router:
         directory = DirectoryHandle(context.app_name)
         source = DirectorySource(directory)
         self._waker = GroupWaker(groups)
+        self._starting = starting = StartingGroups(context.app_name)
         self._dispatcher = SocketDispatcher(
             secret=secret,
             source=source,
-            is_one_coming=source.is_one_coming,
+            is_one_coming=lambda: source.is_one_coming() or starting(),
             send=GroupSender(groups, lambda pool: DeploymentHandle(pool, context.app_name)),
             policy=start.policy,
             client_id=f"router-{settings.replica}",
@@ -153,6 +155,7 @@ class Router:
         self._service.start_draining()
         await end_tasks(self._export)
         await self._waker.stop()
+        await self._starting.stop()
         await self._telemetry.stop()
         await self._dispatcher.stop()
         self._service.close()

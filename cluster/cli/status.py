@@ -72,7 +72,7 @@ def status(
             if not watch:
                 raise
             return
-        if any(status.ready < status.desired for status in statuses) or not statuses:
+        if not statuses or not all(status.is_well for status in statuses):
             raise typer.Exit(1)
 
 
@@ -86,7 +86,8 @@ def _ask(
     loads: dict[str, ReportedLoad] = {}
     pairs: list[PairRow] = []
     for application in applications.values():
-        if "router" in application.get("deployments", ()):
+        deployments = application.get("deployments")
+        if not deployments or "router" in deployments:  # none: after a refused deploy, the router goes on
             body = _load(details, application.get("route_prefix") or "/", headers)
             loads |= parse_loads(body)
             pairs += parse_pairs(body)
@@ -118,7 +119,7 @@ def _show(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> No
             f"{application.name}: {application.status}, {application.ready} of {application.desired} ready",
             style="bold",
         )
-        if application.message and application.ready < application.desired:
+        if application.message and not application.is_well:
             terminal.say(f"  {application.message}")
         found = table(*_COLUMNS, left=_WORDS, prose="why")
         for row in application.rows:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from cluster.launch.errors import LaunchError
-from cluster.launch.news import without_colours
+from cluster.running.plain import without_colours
 from cluster.running.serve_api import ServeApi, ServeApiError
 
 _TAIL_LINES = 15  # of a log, in an error

@@ -7,7 +7,6 @@ that a token has come from every group.
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import httpx
 
 from cluster.launch.errors import LaunchError
-from cluster.launch.news import Report, unheard, without_colours
+from cluster.launch.news import Report, unheard
+from cluster.running.plain import in_one_line, plain_message
 from cluster.running.serve_api import ServeApi, ServeApiError, ServeApiTimeout
 
 
@@ -101,24 +101,7 @@ def _application_status(api: ServeApi, application: str) -> tuple[str, str]:
     for name, deployment in app.get("deployments", {}).items():
         replicas = deployment.get("replicas", [])
         running = sum(replica.get("state") == "RUNNING" for replica in replicas)
-        counts.append(f"{name} {running}/{deployment.get('target_num_replicas', len(replicas))}")
+        target = deployment.get("target_num_replicas", len(replicas))
+        trouble = in_one_line(deployment.get("message")) if running < target else ""
+        counts.append(f"{name} {running}/{target}" + (f" ({trouble})" if trouble else ""))
     return status, ", ".join(counts) or "building the application"
-
-
-def plain_message(message: str) -> str:
-    """Serve's message with each trace of Python calls replaced by the exception that ended it."""
-    kept: list[str] = []
-    ending: list[str] = []  # the newest exception of the trace being read, all lines of its text
-    is_trace = False
-    for line in without_colours(message).splitlines():
-        if line.startswith(("Traceback ", "ray::")):
-            is_trace = True
-        elif not is_trace:
-            kept.append(line)
-        elif line.startswith(("During handling of", "The above exception")):
-            ending = []  # the next one tells the reader more
-        elif re.match(r"(\w+\.)*\w*(Error|Exception|Failure)\b", line):
-            ending = [re.sub(r"^(\w+\.)+(?=\w+)", "", line)]
-        elif ending and line.strip():
-            ending.append(line)
-    return "\n".join(line for line in [*kept, *ending] if line.strip())

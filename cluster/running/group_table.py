@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cluster.running.plain import in_one_line
 from workers.directory.groups import GroupEntry, GroupListing, GroupPhase
 
 # Serve's replica states, in our words.
@@ -32,6 +33,9 @@ _WAITING_REASONS = {
     "STARTING": "the replica's process starts",
     "PENDING_INITIALIZATION": "ranks start and read weights",
 }
+
+
+FAILED_STATUSES = ("DEPLOY_FAILED", "UNHEALTHY")  # Serve's, of an application
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +103,18 @@ class ApplicationStatus:
 
     name: str
     status: str  # as Serve says it: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, ...
-    message: str
+    message: str  # in one line
     desired: int
     ready: int
     deployed_at: float | None
     rows: tuple[GroupRow, ...]
     pairs: tuple[PairRow, ...] = ()
     scaling: Mapping[str, Any] | None = None  # the last decision of autoscaling, see `cluster.scaling`
+
+    @property
+    def is_well(self) -> bool:
+        """All that is wanted is ready, and was wanted by a deployment that Serve took."""
+        return self.ready >= self.desired and self.status not in FAILED_STATUSES
 
 
 def parse_loads(body: Mapping[str, Any]) -> dict[str, ReportedLoad]:
@@ -158,10 +167,12 @@ def application_statuses(
     by_replica = {entry.replica_id: entry for listing in directories.values() for entry in listing.entries}
     statuses = []
     for name, app in sorted(details.get("applications", {}).items()):
+        listing = directories.get(name)
         status = _application(name, app, by_replica, loads, now)
+        if listing is not None and status.status in FAILED_STATUSES:
+            status = _with_unlisted(status, listing, loads)
         groups = {row.group for row in status.rows}
         own = tuple(pair for pair in pairs if pair.source in groups and pair.reader in groups)
-        listing = directories.get(name)
         scaling = json.loads(listing.scaling) if listing is not None and listing.scaling else None
         statuses.append(replace(status, pairs=own, scaling=scaling))
     return statuses
@@ -180,7 +191,7 @@ def _application(
         replicas = deployment.get("replicas", [])
         target = int(deployment.get("target_num_replicas", len(replicas)))
         desired += target
-        trouble = _first_line(deployment.get("message", ""))
+        trouble = in_one_line(deployment.get("message"))
         own = [
             _row(
                 deployment_name, replica, by_replica.get(str(replica.get("replica_id"))), loads, now, trouble
@@ -202,7 +213,7 @@ def _application(
     return ApplicationStatus(
         name=name,
         status=str(app.get("status", "UNKNOWN")),
-        message=_first_line(app.get("message", "")),
+        message=in_one_line(app.get("message")),
         desired=desired,
         ready=ready,
         deployed_at=app.get("last_deployed_time_s"),
@@ -249,6 +260,26 @@ def _row(
     )
 
 
-def _first_line(text: object) -> str:
-    lines = str(text or "").strip().splitlines()
-    return lines[0][:300] if lines else ""
+def _with_unlisted(
+    status: ApplicationStatus, listing: GroupListing, loads: Mapping[str, ReportedLoad]
+) -> ApplicationStatus:
+    """With what still answers after a deployment that Serve refused: of it Serve lists nothing any more."""
+    known = {row.group for row in status.rows}
+    entries = [entry for entry in listing.entries if entry.group_id not in known]
+    rows = [
+        replace(
+            _row(entry.pool, {"replica_id": entry.replica_id, "state": "RUNNING"}, entry, loads, 0.0, ""),
+            reason=entry.reason or "of the deployment before",
+        )
+        for entry in entries
+    ]
+    ready = sum(row.state == "ready" for row in rows)
+    if any(entry.group_id in loads for entry in entries):  # one has told them
+        rows.insert(0, GroupRow(group="router", role="router", state="ready", reason=rows[0].reason))
+        ready += 1
+    return replace(
+        status,
+        desired=status.desired + len(rows),
+        ready=status.ready + ready,
+        rows=(*rows, *status.rows),
+    )

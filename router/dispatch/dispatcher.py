@@ -235,15 +235,15 @@ class SocketDispatcher:
         if journey.num_suspicions >= MAX_SUSPICIONS or journey.num_crashes > self._limits.max_moves:
             self._counts.moves[MoveResult.GIVEN_UP] += 1
             raise Unavailable(f"{journey.num_crashes} groups have failed while they had this request")
-        is_short = journey.was_stopped and not self._is_expected()
-        wait_s = self._limits.stopped_wait_s if is_short else self._limits.move_wait_s
         async with self._probation.turn(journey):
+            began_s = self._clock()
             try:
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(self._limits.move_wait_s):
                     attempt = await self._place_again(journey)
             except TimeoutError:
                 self._counts.moves[MoveResult.NO_GROUP] += 1
-                raise Unavailable(f"no other group could go on within {wait_s:g} s") from None
+                waited_s = self._clock() - began_s
+                raise Unavailable(f"no other group could go on within {waited_s:.0f} s") from None
             if journey.is_suspect:
                 self._try(journey, attempt)
         self._counts.moves[MoveResult.MOVED] += 1
@@ -290,14 +290,19 @@ class SocketDispatcher:
         return await self._place(request, journey)
 
     async def _place_again(self, journey: Journey) -> Attempt:
-        """Asks until a group takes it."""
+        """Asks until a group takes it. Raises TimeoutError when its group was told to end and none comes in
+        its place, as for pools that are taken away."""
         request = journey.move()
+        began_s = self._clock()
         while True:
             try:
                 return await self._place(request, journey)
             except Unavailable:
                 if self._is_stopped:
                     raise
+                is_late = self._clock() - began_s >= self._limits.stopped_wait_s
+                if journey.was_stopped and is_late and not self._is_expected():
+                    raise TimeoutError from None
                 await asyncio.sleep(_POLL_S)
 
     async def _place(self, request: GenerateRequest, journey: Journey) -> Attempt:

@@ -7,34 +7,10 @@ import socket
 import pytest
 
 from cluster.launch.errors import LaunchError
-from cluster.launch.handover import deploy, plain_message
+from cluster.launch.handover import deploy, wait_ready
 from cluster.launch.ports import check_port, free_port, reserved_port
 from cluster.running.serve_api import ServeApi
 from tests.unit.cluster.fakes import FakeServer
-
-SERVE_MESSAGE = """\
-Deploying app 'tandem' failed with exception:
-Traceback (most recent call last):
-  File "x.py", line 1, in build
-    raise ConfigError(problems)
-KeyError: 'inner'
-
-The above exception was the direct cause of the following exception:
-
-\x1b[36mray::build()\x1b[39m (pid=1)
-  File "y.py", line 2
-cluster.config.problems.ConfigError: model.pth: unknown key
-router.policy: not one of the choices
-"""
-
-
-def test_a_trace_becomes_the_exception_that_ended_it() -> None:
-    assert plain_message(SERVE_MESSAGE).splitlines() == [
-        "Deploying app 'tandem' failed with exception:",
-        "ConfigError: model.pth: unknown key",
-        "router.policy: not one of the choices",
-    ]
-    assert plain_message("no replicas\ncan start") == "no replicas\ncan start"
 
 
 def test_a_taken_port_is_named() -> None:
@@ -82,3 +58,26 @@ def test_a_slow_dashboard_is_asked_again() -> None:
         with pytest.raises(LaunchError) as caught:
             deploy(api, {"applications": []}, timeout_s=0.0)
     assert str(caught.value) == f"Serve took no deployment in 0 s: {slow}"
+
+
+def test_why_a_group_does_not_come_is_said_while_it_is_waited_for() -> None:
+    message = """\
+A replica failed to start with exception. Retrying. Error:
+\x1b[36mray::ServeReplica:tandem:unified.initialize()\x1b[39m (pid=7, ip=127.0.0.1)
+  File "group.py", line 108, in __init__
+workers.group.GroupFailure: the group did not start: no GPU is there
+"""
+    unified = {"target_num_replicas": 2, "replicas": [{"state": "RUNNING"}], "message": message}
+    router = {"target_num_replicas": 1, "replicas": [{"state": "RUNNING"}], "message": "all is well"}
+    app = {"status": "DEPLOYING", "deployments": {"unified": unified, "router": router}}
+    news: list[str] = []
+    with FakeServer().running() as server:
+        server.details = {"applications": {"tandem": app}}
+        with pytest.raises(LaunchError):
+            wait_ready(
+                ServeApi(server.url), application="tandem", url=server.url, report=news.append, timeout_s=0.0
+            )
+    assert news == [
+        "unified 1/2 (A replica failed to start with exception. Retrying. Error: GroupFailure: the group did "
+        "not start: no GPU is there), router 1/1"
+    ]

@@ -114,6 +114,42 @@ def test_the_table_and_the_exit_code(world: World) -> None:
     assert world.run("status", "--dashboard", world.server.url).exit_code == 0
 
 
+def test_after_a_refused_deployment_what_still_answers_is_shown_with_the_reason(world: World) -> None:
+    message = "Deploying app 'tandem' failed with exception:\nTraceback (most recent call last):\n  File x\n"
+    message += "cluster.config.problems.ConfigError: pools.unified: needs a GPU\n"
+    app = {"status": "DEPLOY_FAILED", "message": message, "deployments": {}}
+    world.server.details = {
+        "applications": {"tandem": app},
+        "http_options": {"host": "127.0.0.1", "port": world.server.port},
+    }
+    world.entries = [entry("u1"), entry("u2", GroupPhase.LOADING, "loading the model")]
+    done = world.run("status", "--dashboard", world.server.url)
+    assert done.exit_code == 1
+    title, reason, _, router, first, second = done.stdout.splitlines()
+    assert title == "tandem: DEPLOY_FAILED, 2 of 3 ready"
+    assert reason == (
+        "  Deploying app 'tandem' failed with exception: ConfigError: pools.unified: needs a GPU"
+    )
+    assert router.split() == ["router", "router", "ready", "of", "the", "deployment", "before"]
+    assert first.split()[:7] == ["unified-u1", "unified", "ready", "21", "22", "3", "2"]
+    assert first.rstrip().endswith("of the deployment before")
+    assert second.rstrip().endswith("loading the model")
+    world.entries = []
+    world.server.load = {}
+    done = world.run("status", "--dashboard", world.server.url)
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (1, "tandem: DEPLOY_FAILED, 0 of 0 ready")
+
+
+def test_the_cause_of_a_failed_start_is_in_the_table() -> None:
+    message = "A replica failed to start with exception. Retrying. Error:\n\x1b[36mray::S.init()\x1b[39m\n"
+    message += "workers.group.GroupFailure: the group did not start: no room"
+    (status,) = application_statuses(details([], message=message), {}, {}, now=0.0)
+    assert status.rows[-1].reason == (
+        "A replica failed to start with exception. Retrying. Error: GroupFailure: the group did not start: "
+        "no room"
+    )
+
+
 def test_the_last_decision_of_autoscaling_is_shown_with_its_terms(world: World) -> None:
     world.server.details = details([replica("u1")])
     world.entries = [entry("u1")]

@@ -192,3 +192,22 @@ def test_a_stream_past_its_drain_goes_on_in_a_group_that_is_being_started() -> N
         assert tokens(await answer) == expected_tokens([5], 0, 600)
 
     with_cluster(test)
+
+
+def test_a_stream_past_its_drain_ends_once_no_other_group_is_being_started() -> None:
+    async def test(groups: Cluster) -> None:
+        a = await groups.add_group("a")
+        coming = [True]
+        limits = replace(FAST, stopped_wait_s=0.1, move_wait_s=5.0)
+        router = await router_of(groups, limits, is_one_coming=lambda: coming[0])
+        answer = asyncio.create_task(collect(router, request("r", [5], 10**6)))
+        await until(lambda: a.engine.num_steps > 20)
+        groups.listed = []
+        await a.server.stop("the group was stopped", is_planned=True)
+        await asyncio.sleep(0.3)
+        assert not answer.done()
+        coming[0] = False
+        error = (await answer)[-1].error or ""
+        assert error.startswith("worker group a was stopped: the group was stopped; no other group could go")
+
+    with_cluster(test)
