@@ -26,7 +26,9 @@ SHIPPED_PATH: Final = "/var/lib/grafana/dashboards/tandem"  # where Grafana look
 _NOTES: Final[Mapping[str, str]] = {
     "alerts.yml": "For `rule_files` of Prometheus.",
     "prometheus-ray.yml": "Scrapes all nodes of a Ray cluster: Ray's series and ours. Not together with "
-    "prometheus-plain.yml.",
+    "prometheus-plain.yml. On a cluster with Ray's token, as `tandem serve` starts it, add "
+    "`authorization: {type: Bearer, credentials_file: FILE}` to the entry of http_sd_configs; FILE: "
+    "~/.ray/auth_token, with its full path.",
     "prometheus-plain.yml": "Scrapes one application's /metrics. Not together with prometheus-ray.yml. "
     "With API keys on, add `authorization: {type: Bearer, credentials_file: FILE}` to the job.",
     "provisioning/dashboards/tandem.yml": "Copy beside Ray's default.yml, and the pages to `path`.",

@@ -21,8 +21,9 @@ class Service(NamedTuple):
 def service_at(services: Services, url: str | None, keys_file: str | None) -> Service:
     """The service asked for by `--url` and `--api-keys-file`: else the running `tandem serve` with its own
     file of keys, else the default address. Raises CommandFailed."""
-    running = services.note.read()
-    if keys_file is None and running is not None and url in (None, running.api_url):
+    noted = services.note.all()
+    running = next((cluster for cluster in noted if url in (None, cluster.api_url)), None)
+    if keys_file is None and running is not None:
         keys_file = running.api_keys_file
     url = url or (running.api_url if running is not None else DEFAULT_URL)
     return Service(url.rstrip("/"), key_headers(keys_file))

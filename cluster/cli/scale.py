@@ -138,7 +138,8 @@ def _file_of(
         known = DeployedFile(file=file)
     if not os.path.exists(file):
         raise CommandFailed(f"{file} is not there; name the deployment file: tandem scale POOL=N FILE")
-    return replace(known, assignments=(*known.assignments, *assignments))
+    latest = {word.partition("=")[0].strip(): word for word in (*known.assignments, *assignments)}
+    return replace(known, assignments=tuple(latest.values()))  # of two for one option, the last one counts
 
 
 def _diff(before: str, after: str, file: str) -> Sequence[str]:

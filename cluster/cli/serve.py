@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +32,9 @@ from cluster.launch.local_cluster import LocalCluster
 from cluster.running.deployed import DeployedFile
 from cluster.running.note import RunningCluster
 from cluster.running.process import process_start
-from cluster.running.serve_api import ServeApi
+from cluster.running.serve_api import ServeApi, ServeApiError
 
+_LOOK_S = 5.0  # between two looks at what Serve runs, and for one
 _END_S = 5.0  # after the drain: for the error that ends what still runs, and for ranks to end in order
 
 FileArgument = Annotated[
@@ -87,6 +89,8 @@ class _Server:
         self._drain_s = max(pool.drain_timeout_s for pool in pools)  # for requests in flight when stopped
         self._cluster: LocalCluster | None = None  # set when we started it
         self._api: ServeApi | None = None  # set when there may be something on it to take back
+        self._is_noted = False  # other commands find it by its note
+        self._was_interrupted = False
 
     def run(self, dashboard: str | None) -> None:
         """Start, wait for the end, stop. Returns after a stopping signal; raises when something fails."""
@@ -96,7 +100,7 @@ class _Server:
                     self._start(dashboard)
                     self._wait()
                 except KeyboardInterrupt:
-                    pass  # being stopped is a normal end
+                    self._was_interrupted = True  # a normal end
             finally:
                 self._stop()
 
@@ -139,13 +143,32 @@ class _Server:
         return self._cluster is None or self._cluster.head.poll() is None
 
     def _wait(self) -> None:
+        """Until the cluster ends by itself, which is an error, or another command has emptied it."""
+        had_application, looked_s = False, time.monotonic()
         while self._is_cluster_alive():
             time.sleep(0.25)
+            if time.monotonic() - looked_s < _LOOK_S:
+                continue
+            has_application = self._has_application()
+            if had_application and has_application is False:
+                self._terminal.say("the application was taken away by another command: nothing is served")
+                return
+            had_application, looked_s = had_application or bool(has_application), time.monotonic()
         raise LaunchError("the Ray cluster ended by itself; start again")
+
+    def _has_application(self) -> bool | None:
+        """Whether Serve runs any; None when it does not say."""
+        assert self._api is not None
+        try:
+            return bool(replace(self._api, timeout_s=_LOOK_S).details().get("applications"))
+        except ServeApiError:
+            return None
 
     def _stop(self) -> None:
         """Take back what was started, in reverse order. A second Ctrl-C stops at once."""
         if self._cluster is None and self._api is None:
+            if self._was_interrupted:
+                self._say_stopped()
             return
         self._services.note.mark_stopping(os.getpid())
         try:
@@ -159,6 +182,9 @@ class _Server:
         finally:
             self._take_back()  # when the terminal went away before it was done
             self._services.note.remove(os.getpid())
+        self._say_stopped()
+
+    def _say_stopped(self) -> None:
         if self._terminal.as_json:
             self._terminal.emit(event="stopped")
         self._terminal.say("stopped")
@@ -196,6 +222,7 @@ class _Server:
                     process_start=process_start(os.getpid()) or 0,
                 )
             )
+            self._is_noted = True
         except OSError as error:
             self._terminal.say(f"note: other tandem commands need --url and --dashboard now: {error}")
 
@@ -223,8 +250,11 @@ class _Server:
         for example in (curl_example, python_example):
             say(example(url, first.model, with_key=with_key, is_chat=first.is_chat) + "\n")
         command = command_as_typed(sys.argv[0], Path.cwd())
-        talk = f"Talk to it: {command} chat" if first.is_chat else "No chat template: /v1/completions only"
-        say(f"{talk}     What runs: {command} status     End: Ctrl-C")
+        is_found = self._is_noted and len(self._services.note.all()) == 1  # without being named
+        chat = "chat" if is_found else f"chat --url {url}"
+        status = "status" if is_found else f"status --dashboard {api.url}"
+        talk = f"Talk to it: {command} {chat}" if first.is_chat else "No chat template: /v1/completions only"
+        say(f"{talk}     What runs: {command} {status}     End: Ctrl-C")
 
 
 def command_as_typed(program: str, folder: Path) -> str:

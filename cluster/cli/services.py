@@ -97,8 +97,7 @@ class Services:
 
     def running(self, api: ServeApi) -> RunningCluster | None:
         """The `tandem serve` that runs this cluster, if one does."""
-        running = self.note.read()
-        return running if running is not None and running.dashboard_url == api.url else None
+        return self.note.at(api.url)
 
 
 def services_of(context: typer.Context) -> Services:

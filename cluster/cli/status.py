@@ -54,8 +54,8 @@ def status(
     terminal = Terminal(as_json=as_json)
     services = services_of(context)
     with terminal.exit_codes():
-        noted = services.note.read()
-        if noted is not None and noted.is_stopping and dashboard in (None, noted.dashboard_url):
+        noted = services.note.at(dashboard.rstrip("/")) if dashboard is not None else services.note.read()
+        if noted is not None and noted.is_stopping:
             raise CommandFailed(f"`tandem serve` (process {noted.pid}) is stopping")
         api = services.open_api(dashboard)
         running = services.running(api)

@@ -30,6 +30,7 @@ from cluster.launch.news import Report, unheard
 from cluster.launch.ports import free_port, reserved_port
 from cluster.running.serve_api import ServeApi, ServeApiError, read_token, token_path
 
+_MIN_FREE_BYTES = 100_000_000  # of the temporary folder: Ray's sockets and logs of an hour or two
 # Ports of Serve with a fixed default, which two clusters of one machine would share without a word. Requests
 # go through the fallback proxy while HAProxy knows of no router: when it is being updated, or has just died.
 _SERVE_PORTS = (
@@ -67,6 +68,7 @@ def start_local_cluster(
     """
     report("starting a local Ray cluster")
     _ensure_token()
+    _check_room()
     try:
         with _dashboard_port(dashboard_port) as port:
             return _start_head(num_cpus, port, report, timeout_s)
@@ -116,7 +118,9 @@ def _start_head(num_cpus: int | None, dashboard_port: int, report: Report, timeo
     )
     try:
         wait_for_dashboard(cluster.api, head, folder=folder, log=log, timeout_s=timeout_s)
-    except BaseException:  # Ctrl-C too must leave nothing behind
+    except BaseException as error:  # Ctrl-C too must leave nothing behind
+        if isinstance(error, KeyboardInterrupt):
+            report("stopping the Ray cluster that was starting")
         stop_all(cluster, grace_s=0)
         raise
     report(f"Ray is up, dashboard at {cluster.api.url}")
@@ -177,6 +181,17 @@ def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
     # The driver of another cluster must not adopt this one's children, nor this one another address.
     environment.pop("RAY_ADDRESS", None)
     return environment
+
+
+def _check_room() -> None:
+    """Ray without room for its files ends without a word, or with one in a log that it cannot write."""
+    folder = tempfile.gettempdir()
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < _MIN_FREE_BYTES:
+        raise LaunchError(
+            f"{folder} has {free_bytes / 1e6:.1f} MB free, and Ray's sockets and logs there need "
+            f"{_MIN_FREE_BYTES / 1e6:.0f} MB; make room, or set TMPDIR to another folder"
+        )
 
 
 def _ensure_token() -> None:

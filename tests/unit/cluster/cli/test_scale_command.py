@@ -106,6 +106,9 @@ def test_scale_edits_and_deploys_the_file_of_the_last_deploy_with_its_settings(w
     assert replicas(tree) == {"router": 1, "prefill": 2, "decode": 1}
     assert tree["applications"][0]["args"]["router"] == {"policy": "round_robin"}
     assert [path.name for path in world.folder.glob(".own*")] == []
+    for value in ("round_robin", "prefix"):  # what is said again stands there once
+        done = world.run("scale", "prefill=3", "--dry-run", "--set", f"router.policy={value}", *dashboard)
+        assert f"with --set router.policy={value}" in done.stdout.splitlines()
 
 
 def test_a_link_to_the_file_and_its_ends_of_lines_survive(world: World) -> None:

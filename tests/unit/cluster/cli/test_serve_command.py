@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -275,9 +277,84 @@ def test_a_note_of_another_process_with_the_same_id_counts_as_absent(world: Worl
     )
     world.note.write(note)
     assert world.note.read() == note
-    assert oct((world.folder / "run" / "running.json").stat().st_mode)[-3:] == "600"
-    file = world.folder / "run" / "running.json"
+    file = world.folder / "run" / f"running-{os.getpid()}.json"
+    assert oct(file.stat().st_mode)[-3:] == "600"
     file.write_text(json.dumps({**json.loads(file.read_text()), "process_start": 1}))
     assert world.note.read() is None
     file.write_text("[]")
     assert world.note.read() is None
+
+
+def test_of_two_clusters_each_is_found_and_the_one_that_stays_is_found_after_the_other(world: World) -> None:
+    others = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    try:
+        first, second = (
+            RunningCluster(
+                pid=process.pid,
+                dashboard_url=f"http://127.0.0.1:{number}",
+                gcs_address="",
+                api_url=f"http://127.0.0.1:{number}000",
+                application="tandem",
+                file="x",
+                process_start=process_start(process.pid) or 0,
+            )
+            for number, process in enumerate(others, start=1)
+        )
+        world.note.write(first)
+        world.note.write(second)
+        assert world.note.all() == [second, first]
+        assert world.note.read() == second
+        assert (world.note.at(first.dashboard_url), world.note.at("http://127.0.0.1:3")) == (first, None)
+        world.note.mark_stopping(first.pid)
+        error = world.run("status", "--dashboard", first.dashboard_url).stderr
+        assert error == f"error: `tandem serve` (process {first.pid}) is stopping\n"
+        world.note.remove(second.pid)
+        assert world.note.read() == replace(first, is_stopping=True)
+        others[0].kill()
+        others[0].wait(timeout=10)
+        assert world.note.all() == []
+        world.note.write(second)  # clears away what the other left
+        assert [file.name for file in (world.folder / "run").iterdir()] == [f"running-{second.pid}.json"]
+    finally:
+        for process in others:
+            process.kill()
+            process.communicate(timeout=10)
+
+
+def test_serve_ends_when_another_command_takes_its_application_away(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.cli.serve._LOOK_S", 0.3)
+
+    def take_away() -> None:
+        world.server.details = {"applications": {"tandem": {"status": "RUNNING"}}}
+        threading.Timer(1.5, world.server.details["applications"].clear).start()
+
+    world.launcher.on_ready = take_away
+    done = world.run("serve", world.file())
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "the application was taken away by another command: nothing is served" in done.stdout
+    assert done.stdout.splitlines()[-1] == "stopped"
+
+
+def test_without_a_note_the_commands_that_are_named_say_where(world: World) -> None:
+    (world.folder / "run").write_text("")  # no folder: notes cannot be written, not even by root
+    world.stop_when_noted(signal.SIGTERM)
+    done = world.run("serve", world.file())
+    lines, url = done.stdout.splitlines(), world.server.url
+    assert any(
+        line.startswith("note: other tandem commands need --url and --dashboard now: ") for line in lines
+    )
+    ends = f"chat --url {url}     What runs: tandem status --dashboard {url}     End: Ctrl-C"
+    assert f"Talk to it: tandem {ends}" in lines
+
+
+def test_being_stopped_before_anything_has_started_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world.launcher, "start_local_cluster", interrupted)
+    done = world.run("serve", world.file())
+    assert (done.exit_code, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "stopped")

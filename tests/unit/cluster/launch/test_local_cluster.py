@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -42,6 +43,22 @@ def test_a_home_that_cannot_be_written_is_named_with_the_way_out(
         f"cannot write the token of Ray to {token}: Not a directory; make the folder writable, "
         "or set HOME or RAY_AUTH_TOKEN_PATH to another place"
     )
+
+
+def test_a_full_temporary_folder_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=900_000))
+    with pytest.raises(LaunchError) as caught:
+        start_local_cluster()
+    assert str(caught.value) == (
+        f"{tmp_path} has 0.9 MB free, and Ray's sockets and logs there need 100 MB; make room, or set TMPDIR "
+        "to another folder"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_start_that_fails_at_once_leaves_a_token_for_the_next_and_no_folder(
