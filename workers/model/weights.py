@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 
 from workers.kernels import QuantizedWeight
+from workers.kernels.memory import huge_bytes
 from workers.kernels.quantized import stack
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
@@ -22,6 +23,7 @@ from workers.model.formats.reading import Span, StoredWeight, read_part
 from workers.model.lending import check_ids
 from workers.model.tensor_files import DTYPES, TensorFiles
 
+_LARGE_BYTES = 4 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +95,7 @@ class WeightReader:
             for span in (outputs or [range(self._checkpoint.matrix_shape(name)[0])])
         ]
         width = self._checkpoint.matrix_shape(parts[0][0])[1] if inputs is None else len(inputs)
-        whole = torch.empty((sum(len(span) for _, span in pieces), width), dtype=self._dtype)
+        whole = _room(sum(len(span) for _, span in pieces), width, self._dtype)
         at = 0
         for name, span in pieces:
             piece = whole[at : at + len(span)]
@@ -170,3 +172,12 @@ class WeightReader:
         stored = self._checkpoint.tensors.get(name)
         place = self._checkpoint.folder if stored is None else stored.file
         return CheckpointError(f"{place}: tensor {name} holds NaN or infinite values")
+
+
+def _room(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """(rows, columns), content unspecified. Large ones in memory that goes back to the system as a whole: of
+    the heap, a matrix of every layer would stay behind, held by small things that came after it."""
+    num_bytes = rows * columns * dtype.itemsize
+    if num_bytes < _LARGE_BYTES:
+        return torch.empty((rows, columns), dtype=dtype)
+    return huge_bytes(num_bytes).view(dtype).view(rows, columns)
