@@ -19,7 +19,7 @@ from cluster.cli import bench_tables
 from cluster.cli.folders import folder_of
 from cluster.cli.load import replay, serve
 from cluster.cli.numbers import MOST_TOKENS, whole_number
-from cluster.cli.options import JsonOption, finite
+from cluster.cli.options import JsonOption, finite, named_path
 from cluster.cli.outputs import check_output
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
@@ -51,9 +51,14 @@ QuantizationOption = Annotated[
 ]
 RanksOption = Annotated[int, typer.Option("--tensor-parallel", min=1, help="Ranks of the group.")]
 OutOption = Annotated[
-    Path | None, typer.Option("-o", "--out", metavar="FILE", help="Report as JSON: rows, samples, machine.")
+    Path | None,
+    typer.Option(
+        "-o", "--out", parser=named_path, metavar="FILE", help="Report as JSON: rows, samples, machine."
+    ),
 ]
-PngOption = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Picture (needs matplotlib).")]
+PngOption = Annotated[
+    Path | None, typer.Option("--png", parser=named_path, metavar="FILE", help="Picture (needs matplotlib).")
+]
 
 
 @app.command()

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import JsonOption, finite, http_url
+from cluster.cli.options import JsonOption, finite, http_url, named_path
 from cluster.cli.outputs import check_output, write_output
 from cluster.cli.terminal import EXIT_FAILURE, CommandFailed, Phases, Terminal
 from cluster.figures.words import counted
@@ -45,7 +45,11 @@ def build(
     out: Annotated[
         Path,
         typer.Option(
-            "-o", "--out", metavar="FOLDER", help="For example Ray's /tmp/ray/session_latest/metrics/grafana."
+            "-o",
+            "--out",
+            parser=named_path,
+            metavar="FOLDER",
+            help="For example Ray's /tmp/ray/session_latest/metrics/grafana.",
         ),
     ],
     grafana_path: Annotated[
@@ -162,9 +166,9 @@ def push(
 
 @app.command()
 def preview(
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The HTML file.")] = Path(
-        "dashboards.html"
-    ),
+    out: Annotated[
+        Path, typer.Option("-o", "--out", parser=named_path, metavar="FILE", help="The HTML file.")
+    ] = Path("dashboards.html"),
     prometheus: PrometheusOption = DEFAULT_PROMETHEUS,
     minutes: MinutesOption = 30,
     as_json: JsonOption = False,

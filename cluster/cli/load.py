@@ -17,7 +17,7 @@ from cluster.bench.report import Report, write_report
 from cluster.cli import bench_tables
 from cluster.cli.keys import service_at
 from cluster.cli.numbers import MOST_REQUESTS, MOST_TOKENS
-from cluster.cli.options import JsonOption, KeysOption, divisor, finite
+from cluster.cli.options import JsonOption, KeysOption, divisor, finite, named_path
 from cluster.cli.outputs import check_output
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
@@ -42,7 +42,10 @@ VocabOption = Annotated[
     typer.Option("--vocab-size", min=100, max=MOST_TOKENS, help="Made-up prompts use token ids below it."),
 ]
 OutOption = Annotated[
-    Path | None, typer.Option("-o", "--out", metavar="FILE", help="Report as JSON: rows, samples, machine.")
+    Path | None,
+    typer.Option(
+        "-o", "--out", parser=named_path, metavar="FILE", help="Report as JSON: rows, samples, machine."
+    ),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -33,6 +34,13 @@ def divisor(value: float) -> float:
     if not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:
         raise typer.BadParameter(f"{value:g} is not between {_LEAST_DIVISOR:g} and {_MOST_DIVISOR:g}.")
     return value
+
+
+def named_path(text: str) -> Path:
+    """A file or folder of the command line; an empty name would be the working folder."""
+    if not text:
+        raise typer.BadParameter("it is empty.")
+    return Path(text)
 
 
 def http_url(value: str | None) -> str | None:

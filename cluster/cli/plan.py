@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.numbers import MOST_TOKENS
-from cluster.cli.options import MOST_RATE, JsonOption, above_zero, divisor, finite
+from cluster.cli.options import MOST_RATE, JsonOption, above_zero, divisor, finite, named_path
 from cluster.cli.outputs import check_output, write_output
 from cluster.cli.plan_tables import (
     Proposed,
@@ -113,7 +113,7 @@ def plan(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", metavar="FILE", help="Write a deployment file."),
+        typer.Option("-o", "--out", parser=named_path, metavar="FILE", help="Write a deployment file."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

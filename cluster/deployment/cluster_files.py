@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path as FilePath
@@ -90,7 +91,8 @@ def _ray_cluster(tree: YamlTree) -> Iterator[Problem]:
     yield from mistakes
     if not mistakes:
         try:
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints, and raises too
+            # It prints and logs, and raises too.
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), _no_log():
                 validate_config(prepare_config(tree.value))
         except (ValueError, RuntimeError, click.ClickException, jsonschema.ValidationError) as error:
             yield tree.problem((), f"Ray does not take it: {str(error).splitlines()[0]}")
@@ -100,6 +102,17 @@ def _ray_cluster(tree: YamlTree) -> Iterator[Problem]:
             if "ray start" in str(command) and "RAY_AUTH_MODE=token" not in str(command):
                 hint = "begin the command with export RAY_AUTH_MODE=token;"
                 yield tree.problem((key, i), "Ray would take commands from anyone", hint=hint)
+
+
+@contextmanager
+def _no_log() -> Iterator[None]:
+    """Inside, nobody logs below an error."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _of_schema(tree: YamlTree, error: jsonschema.ValidationError) -> Iterator[Problem]:

@@ -95,6 +95,8 @@ def test_help_says_what_there_is(tmp_path: Path) -> None:
         *(("dashboards", "check", "--prometheus", url) for url in ("notaurl", "http://", "http://a:x", "")),
         ("dashboards", "preview", "--prometheus", "ftp://a"),
         ("dashboards", "preview", "--minutes", "1e308"),
+        ("dashboards", "build", "-o", ""),
+        ("plan", "llama-2-7b", "-o", ""),
         ("dashboards", "push", "--grafana", "grafana:3000", "--token-file", "token"),
         *(
             ("metrics", "up", "--target", text)
@@ -102,7 +104,7 @@ def test_help_says_what_there_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_addresses_that_are_none_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_values_that_are_none_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
     code, said = tandem(tmp_path, *arguments)
     assert code == 2 and f"Invalid value for '{arguments[2]}'" in said
 
