@@ -67,6 +67,10 @@ test-dashboards: install  ## every panel of every dashboard over a cluster under
 test-structured: install  ## answers to two hundred JSON schemas, over blocks of three sizes
 	$(TEST) tests/cases/test_structured.py -m structured
 
+.PHONY: test-determinism
+test-determinism: install  ## answers to the bit in 500 circumstances: batches, ranks, chunks, caches, pools, guesses
+	$(TEST) tests/models/determinism -m "determinism or not determinism"
+
 .PHONY: lint
 lint: install  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

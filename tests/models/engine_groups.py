@@ -22,6 +22,7 @@ from workers.runtime.launch import LocalGroup
 from workers.runtime.rank import RankFacts
 from workers.types import (
     BeamParams,
+    BegunChoice,
     FinishReason,
     GenerateRequest,
     RequestId,
@@ -157,6 +158,7 @@ class Client:
         num_choices: int = 1,
         beam: BeamParams | None = None,
         salt: str = "",
+        begun: tuple[BegunChoice, ...] = (),
     ) -> RequestId:
         self._number += 1
         request_id = RequestId(f"request-{self._number}")
@@ -168,6 +170,7 @@ class Client:
                 num_choices=num_choices,
                 beam=beam,
                 cache_salt=salt,
+                begun=begun,
             )
         )
         return request_id

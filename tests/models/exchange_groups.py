@@ -36,7 +36,15 @@ from workers.data_plane.wire import (
 from workers.ranks.host import LeaderHost
 from workers.runtime.handshake import Rendezvous
 from workers.runtime.order import RankOrder
-from workers.types import GenerateRequest, GroupId, GroupStats, KVSource, RequestId, SamplingParams
+from workers.types import (
+    BegunChoice,
+    GenerateRequest,
+    GroupId,
+    GroupStats,
+    KVSource,
+    RequestId,
+    SamplingParams,
+)
 
 PATIENCE_S = 30.0
 _Result = TypeVar("_Result")
@@ -87,6 +95,7 @@ class Member:
         salt: str = "",
         source: KVSource | None = None,
         transfer_id: str | None = None,
+        begun: tuple[BegunChoice, ...] = (),
     ) -> RequestId:
         self._number += 1
         request = GenerateRequest(
@@ -97,6 +106,7 @@ class Member:
             cache_salt=salt,
             kv_source=source,
             transfer_id=transfer_id,
+            begun=begun,
         )
         for choice in range(num_choices):
             self.answers[request.request_id, choice] = Answer()

@@ -50,6 +50,11 @@ class End:
     def all_reduce(self, x: torch.Tensor) -> None:
         self.sums.add(self.rank, x)
 
+    def join(self, nodes: torch.Tensor, *_: object) -> torch.Tensor:
+        total = nodes.sum(0)
+        self.sums.add(self.rank, total)
+        return total
+
 
 @dataclass
 class SlowKernels(TorchKernels):

@@ -18,9 +18,9 @@ from tests.models.ranks import Found, Work, run_ranks
 from workers.config import ModelConfig
 from workers.kernels import Quantization
 from workers.kernels.quantized import quantize
-from workers.model.architecture import share
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
+from workers.model.shares import share
 from workers.runtime.errors import RankConfigError
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank_model import RankModel

@@ -5,9 +5,19 @@ from workers.kernels.choose import kernels_for, load_library
 from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
 from workers.kernels.compiler import KernelsUnavailable
 from workers.kernels.draw import NOT_FINITE, Draw
-from workers.kernels.interface import Drawn, FusedStep, Kernels, PackedLinear, StepLayer, StepModel, Turn
+from workers.kernels.interface import (
+    Drawn,
+    FusedStep,
+    Kernels,
+    PackedLinear,
+    PartLinear,
+    StepLayer,
+    StepModel,
+    Turn,
+)
 from workers.kernels.library import Library
 from workers.kernels.memory import KeptRows
+from workers.kernels.order import NodeOrder, SumOrder, balanced, divide, one_leaf
 from workers.kernels.paged_cache import CacheForm, LayerCache, PagedCache
 from workers.kernels.quantized import Quantization, QuantizedWeight
 from workers.kernels.reference import TorchKernels
@@ -37,8 +47,10 @@ __all__ = [
     "KernelsUnavailable",
     "LayerCache",
     "Library",
+    "NodeOrder",
     "PackedLinear",
     "PagedCache",
+    "PartLinear",
     "Quantization",
     "QuantizedWeight",
     "SharedCollective",
@@ -47,15 +59,19 @@ __all__ = [
     "StepLayer",
     "StepMessage",
     "StepModel",
+    "SumOrder",
     "TorchKernels",
     "Turn",
+    "balanced",
     "build_batch",
     "check_range",
+    "divide",
     "has_lengths",
     "header_of",
     "kernels_for",
     "load_library",
     "memory_bytes",
+    "one_leaf",
     "pack_step",
     "passes",
     "unpack",

@@ -9,6 +9,7 @@ import weakref
 import torch
 
 from workers.kernels.library import DTYPES, Library
+from workers.kernels.order import NodeOrder, native_nodes
 
 _TIMEOUT, _ABORTED, _OUT_OF_STEP = 1, 2, 3  # enum Failure
 
@@ -47,6 +48,26 @@ class SharedCollective:
         assert x.is_contiguous() and x.device.type == "cpu", (x.stride(), x.device)
         self._library.all_reduce(DTYPES[x.dtype], self._address, x.data_ptr(), x.numel())
         self.check()
+
+    def join(
+        self, nodes: torch.Tensor, order: NodeOrder, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The nodes of all ranks joined as `order` says: (T, out) = sum + bias, rounded once to out_dtype.
+
+        nodes (of this rank, T, out) and bias (out,) float32. Raises CollectiveFailed.
+        """
+        count, rows, columns = nodes.shape
+        assert nodes.is_contiguous() and nodes.dtype == torch.float32, (nodes.stride(), nodes.dtype)
+        assert count == order.counts[self._rank], (nodes.shape, order)
+        assert bias is None or (bias.shape == (columns,) and bias.dtype == torch.float32), bias
+        out = torch.empty((rows, columns), dtype=out_dtype)
+        native = native_nodes(order)
+        self._library.join(
+            *(DTYPES[out_dtype], self._address, nodes.data_ptr(), rows, columns, native.counts, native.joins),
+            *(None if bias is None else bias.data_ptr(), out.data_ptr()),
+        )
+        self.check()
+        return out
 
     def gather_columns(
         self, x: torch.Tensor, widths: tuple[int, ...], out: torch.Tensor | None = None

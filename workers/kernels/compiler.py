@@ -27,6 +27,7 @@ FLAGS = (
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-ffp-contract=off",  # whether a product and a sum become one rounding would be up to what is around them
 )
 COMPILE_TIMEOUT_S = 300.0
 

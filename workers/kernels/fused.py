@@ -17,9 +17,10 @@ import torch
 
 from workers.kernels.batch import build_batch
 from workers.kernels.draw import Draw, pack_draws
-from workers.kernels.interface import Drawn, PackedLinear, StepLayer, StepModel, Turn
+from workers.kernels.interface import Drawn, PackedLinear, PartLinear, StepLayer, StepModel, Turn
 from workers.kernels.library import Library
 from workers.kernels.memory import KeptRows
+from workers.kernels.order import NativeNodeOrder, NodeOrder, native_nodes
 from workers.kernels.packed import NativeLinear, PackedWeights
 from workers.kernels.paged_cache import PagedCache
 from workers.kernels.step_message import StepMessage, header_of, unpack
@@ -36,9 +37,11 @@ class LayerWeights(ctypes.Structure):
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("output", PackedWeights),
+        ("output_bias", c_void_p),
         ("mlp_norm", c_void_p),
         ("up", PackedWeights),
         ("down", PackedWeights),
+        ("down_bias", c_void_p),
         ("window", c_long),
         ("scale", c_double),
     ]
@@ -60,6 +63,8 @@ class Model(ctypes.Structure):
         ("final_norm", c_void_p),
         ("head", PackedWeights),
         ("collective", c_void_p),
+        ("output_nodes", NativeNodeOrder),
+        ("down_nodes", NativeNodeOrder),
     ]
 
 
@@ -111,6 +116,8 @@ class NativeStep:
             final_norm=_address(model.final_norm),
             head=_native(model.head).weights(),
             collective=None if model.collective is None else model.collective.address,
+            output_nodes=_nodes(model.output_nodes),
+            down_nodes=_nodes(model.down_nodes),
         )
         self._logits = KeptRows(_native(model.head).out_features)
         self._hidden = KeptRows(self._shape.hidden, torch.bfloat16)
@@ -188,7 +195,7 @@ def can_fuse(library: Library, model: StepModel, dtype: torch.dtype) -> bool:
     """Whether every part of the model is in the form that the C++ step knows."""
     if not library.has_linear or dtype != torch.bfloat16 or not model.layers:
         return False
-    linears: list[PackedLinear] = [model.head]
+    linears: list[PackedLinear | PartLinear] = [model.head]
     for layer in model.layers:
         linears += (layer.qkv, layer.output, layer.up, layer.down)
     return all(isinstance(linear, NativeLinear) for linear in linears) and (
@@ -203,9 +210,11 @@ def _layer(layer: StepLayer) -> LayerWeights:
         query_norm=None if layer.query_norm is None else _address(layer.query_norm),
         key_norm=None if layer.key_norm is None else _address(layer.key_norm),
         output=_native(layer.output).weights(),
+        output_bias=None if layer.output_bias is None else layer.output_bias.data_ptr(),
         mlp_norm=_address(layer.mlp_norm),
         up=_native(layer.up).weights(),
         down=_native(layer.down).weights(),
+        down_bias=None if layer.down_bias is None else layer.down_bias.data_ptr(),
         window=layer.sliding_window or 0,
         scale=layer.scale,
     )
@@ -216,6 +225,10 @@ def _address(weight: torch.Tensor) -> int:
     return weight.data_ptr()
 
 
-def _native(linear: PackedLinear) -> NativeLinear:
+def _nodes(order: NodeOrder | None) -> NativeNodeOrder:
+    return NativeNodeOrder() if order is None else native_nodes(order)
+
+
+def _native(linear: PackedLinear | PartLinear) -> NativeLinear:
     assert isinstance(linear, NativeLinear), "can_fuse() looked at every linear"
     return linear

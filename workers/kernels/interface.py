@@ -4,7 +4,9 @@ Life of a step in terms of these calls, per layer: `rms_norm` (or `add_rms_norm`
 `rotary_and_write` -> `paged_attention` -> packed output linear -> `add_rms_norm` -> packed gate/up linear ->
 `silu_mul` -> packed down linear.
 
-Every method takes T >= 0 rows and computes each row without regard to the others of the batch.
+Every method takes T >= 0 rows and computes each row without regard to the others of the batch. The C++
+kernels give it the same bits whatever these are; torch's matrix products take other orders for other numbers
+of rows.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from workers.kernels.batch import StepBatch
 from workers.kernels.collective import SharedCollective
 from workers.kernels.draw import Draw
+from workers.kernels.order import NodeOrder, SumOrder
 from workers.kernels.paged_cache import LayerCache, PagedCache
 from workers.kernels.quantized import Quantization, QuantizedWeight
 from workers.kernels.step_message import StepMessage
@@ -31,6 +34,14 @@ class PackedLinear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+class PartLinear(Protocol):
+    """A rank's part of a row-parallel linear layer."""
+
+    def nodes(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, in of this rank) -> what lies under every node of its part: (nodes, T, out) float32."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayer:
     """One layer of a model that a fused step can run: RMS norms before attention and MLP, gated SiLU."""
@@ -39,10 +50,12 @@ class StepLayer:
     qkv: PackedLinear  # hidden -> [q heads | kv heads | kv heads] * head_dim
     query_norm: torch.Tensor | None  # (head_dim,); both or neither
     key_norm: torch.Tensor | None
-    output: PackedLinear
+    output: PackedLinear | PartLinear  # a part where the model has `output_nodes`, as `down`
+    output_bias: torch.Tensor | None = None  # (hidden,) float32, of a part
     mlp_norm: torch.Tensor
     up: PackedLinear  # hidden -> [gate | up]
-    down: PackedLinear
+    down: PackedLinear | PartLinear
+    down_bias: torch.Tensor | None = None
     scale: float  # of attention scores
     sliding_window: int | None
 
@@ -62,6 +75,8 @@ class StepModel:
     head_dim: int
     norm_eps: float
     collective: SharedCollective | None = None  # adds up embedding, `output` and `down`; None: one rank
+    output_nodes: NodeOrder | None = None  # of all ranks; None with a collective: rounded and added by rank
+    down_nodes: NodeOrder | None = None
 
 
 class Drawn(NamedTuple):
@@ -170,13 +185,15 @@ class Kernels(Protocol):
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         quantization: Quantization = Quantization.NONE,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         """Lays weight (out, in) out for this device, once. The result keeps its own copy where it needs one.
 
         out_dtype: of the result; None: the dtype of the weight. float32 saves the head a conversion.
         quantization: the result is a product with `quantize(weight, quantization).values()`; kernels may
         round the inputs to 8 bits as well, every row for itself. Raises ValueError where the weight does
-        not fit that form.
+        not fit that form. order: of the inputs, with one node; None, as for quantized weights, or where the
+        products are torch's: any.
         """
         ...
 
@@ -191,6 +208,10 @@ class Kernels(Protocol):
 
         dtype: of the inputs, and of the result unless out_dtype says another.
         """
+        ...
+
+    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
+        """As `pack_linear` for the inputs that one rank holds of a row-parallel matrix."""
         ...
 
     def fuse(self, model: StepModel) -> FusedStep | None:

@@ -56,6 +56,7 @@ class Library:
         self.abort = entry("abort", POINTER)
         self.failure = entry("failure", POINTER, returns=SIZE)
         self.all_reduce = entry("all_reduce", FLAG, POINTER, POINTER, SIZE)
+        self.join = entry("join", FLAG, POINTER, POINTER, SIZE, SIZE, *[POINTER] * 4)
         self.gather_rows = entry("gather_rows", POINTER, POINTER, SIZE, POINTER, POINTER)
         self.has_linear = bool(entry("has_linear", returns=FLAG)())
         self.has_quantized = bool(entry("has_quantized", returns=FLAG)())

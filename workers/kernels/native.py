@@ -11,9 +11,10 @@ from workers.kernels.arguments import check_batch, check_cache, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw, pack_draws
 from workers.kernels.fused import NativeStep, can_fuse
-from workers.kernels.interface import FusedStep, PackedLinear, StepModel
+from workers.kernels.interface import FusedStep, PackedLinear, PartLinear, StepModel
 from workers.kernels.library import DTYPES, Library
 from workers.kernels.memory import HugeMemory
+from workers.kernels.order import SumOrder
 from workers.kernels.packed import can_pack, dense_rows, pack
 from workers.kernels.packed_quantized import can_pack_quantized, pack_quantized
 from workers.kernels.paged_cache import LayerCache
@@ -190,13 +191,19 @@ class CpuKernels:
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         quantization: Quantization = Quantization.NONE,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         if quantization is not Quantization.NONE:
             return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
         out_dtype = out_dtype or weight.dtype
-        if out_dtype in DTYPES and can_pack(self._library, weight.shape, weight.dtype):
-            return pack(self._library, self._memory, weight, bias, out_dtype)
-        return self._torch.pack_linear(weight, bias, out_dtype)
+        if out_dtype in DTYPES and can_pack(self._library, weight.shape, weight.dtype, order):
+            return pack(self._library, self._memory, weight, bias, out_dtype, order)
+        return self._torch.pack_linear(weight, bias, out_dtype, order=order)
+
+    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
+        if can_pack(self._library, weight.shape, weight.dtype, order):
+            return pack(self._library, self._memory, weight, None, torch.float32, order)
+        return self._torch.pack_part(weight, order)
 
     def pack_quantized(
         self,

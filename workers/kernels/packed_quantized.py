@@ -11,6 +11,7 @@ import torch
 
 from workers.kernels.library import Library
 from workers.kernels.memory import HugeMemory
+from workers.kernels.order import native_leaves, one_leaf
 from workers.kernels.packed import NativeLinear, WeightFormat, can_pack
 from workers.kernels.quantized import Quantization, QuantizedWeight
 
@@ -19,7 +20,8 @@ FORMATS = {Quantization.INT8: WeightFormat.INT8, Quantization.INT4: WeightFormat
 
 def can_pack_quantized(library: Library, shape: torch.Size, dtype: torch.dtype) -> bool:
     """Whether this CPU and a weight (out, in) for inputs of `dtype` suit the packed forms."""
-    return library.has_quantized and can_pack(library, shape, dtype)
+    is_in_pairs = dtype == torch.bfloat16 and shape[1] % 2 == 0
+    return library.has_quantized and is_in_pairs and can_pack(library, shape, dtype)
 
 
 def pack_quantized(
@@ -40,4 +42,13 @@ def pack_quantized(
         *(out_features, in_features, packed.data_ptr(), torch.get_num_threads()),
     )
     wide_bias = None if bias is None else bias.float().contiguous()
-    return NativeLinear(library, form, packed, wide_bias, in_features, out_features, out_dtype)
+    return NativeLinear(
+        library=library,
+        format=form,
+        packed=packed,
+        bias=wide_bias,
+        in_features=in_features,
+        out_features=out_features,
+        out_dtype=out_dtype,
+        leaves=native_leaves(one_leaf(in_features)),
+    )

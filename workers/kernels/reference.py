@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import NOT_FINITE, Draw, draw_ids
-from workers.kernels.interface import FusedStep, PackedLinear, StepModel
+from workers.kernels.interface import FusedStep, PackedLinear, PartLinear, StepModel
+from workers.kernels.order import SumOrder
 from workers.kernels.paged_cache import LayerCache, dequantize_rows, quantize_rows
 from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
 
@@ -27,6 +28,26 @@ class TorchLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias).to(self.out_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPart:
+    """A rank's part of a row-parallel layer."""
+
+    weight: torch.Tensor  # (out, in)
+    order: SumOrder
+
+    def nodes(self, x: torch.Tensor) -> torch.Tensor:
+        sums: list[torch.Tensor] = []
+        widths = list(self.order.widths)
+        rows = torch.split_with_sizes(x, widths, dim=-1)
+        columns = torch.split_with_sizes(self.weight, widths, dim=1)
+        for row, column, joins in zip(rows, columns, self.order.joins, strict=True):
+            total = F.linear(row.float(), column.float())
+            for _ in range(joins):
+                total = sums.pop() + total
+            sums.append(total)
+        return torch.stack(sums)
 
 
 class TorchKernels:
@@ -132,6 +153,7 @@ class TorchKernels:
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         quantization: Quantization = Quantization.NONE,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         if quantization is not Quantization.NONE:
             return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
@@ -145,6 +167,9 @@ class TorchKernels:
         out_dtype: torch.dtype | None = None,
     ) -> PackedLinear:
         return TorchLinear(weight.values().to(dtype), bias, out_dtype or dtype)
+
+    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
+        return TorchPart(weight, order)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return None

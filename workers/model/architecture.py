@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from workers.model.names import WeightNames
+from workers.model.shares import MOST_EQUAL_RANKS, inner_leaves, kv_heads_of_rank, share
 
 
 class RotaryKind(Enum):
@@ -165,23 +166,21 @@ class ModelSpec:
 
     def intermediate_of_rank(self, rank: int, tensor_parallel: int) -> range:
         """Columns of the MLP that a rank computes."""
-        return share(self.intermediate_size, rank, tensor_parallel)
+        if not self.adds_as_one_rank(tensor_parallel):
+            return share(self.intermediate_size, rank, tensor_parallel)
+        widths = self.inner_leaves
+        leaves = share(len(widths), rank, tensor_parallel)
+        return range(sum(widths[: leaves.start]), sum(widths[: leaves.stop]))
+
+    @property
+    def inner_leaves(self) -> tuple[int, ...]:
+        """Widths of the parts that the columns of the MLP are handed out in."""
+        return inner_leaves(self.intermediate_size, self.num_heads, self.num_kv_heads)
+
+    def adds_as_one_rank(self, tensor_parallel: int) -> bool:
+        """Whether a group of that size adds up in the order of all smaller ones (`workers.kernels.order`)."""
+        return tensor_parallel <= min(MOST_EQUAL_RANKS, len(self.inner_leaves))
 
     def vocab_of_rank(self, rank: int, tensor_parallel: int) -> range:
         """Rows of the embedding and of the head that a rank holds."""
         return share(self.vocab_size, rank, tensor_parallel)
-
-
-def kv_heads_of_rank(num_kv_heads: int, rank: int, tensor_parallel: int) -> range:
-    """KV heads that a rank holds: an even share, or one copy when ranks outnumber the heads."""
-    if tensor_parallel <= num_kv_heads:
-        return share(num_kv_heads, rank, tensor_parallel)
-    head = rank * num_kv_heads // tensor_parallel
-    return range(head, head + 1)
-
-
-def share(total: int, rank: int, size: int) -> range:
-    """The part of 0 .. total - 1 that a rank holds: first parts are larger by at most one."""
-    base, extra = divmod(total, size)
-    start = rank * base + min(rank, extra)
-    return range(start, start + base + (rank < extra))

@@ -191,15 +191,15 @@ class Decoder:
         """
         if self.spec.order is LayerOrder.SERIAL:
             # All-reduce: a rank has the share of its own heads; the norm needs the whole sum.
-            mixed = self._parallel.all_reduce(layer.output(attended))
+            mixed = self._parallel.add_up(layer.output(attended))
             assert layer.mlp_norm is not None, "the MLP reads what attention has not"
             normed, residual = layer.mlp_norm.add(self._to_add(mixed, layer.attention_post_norm), residual)
             # All-reduce: a rank has the share of its own inner columns; the same.
-            return self._to_add(self._parallel.all_reduce(layer.mlp(normed)), layer.mlp_post_norm), residual
+            return self._to_add(self._parallel.add_up(layer.mlp(normed)), layer.mlp_post_norm), residual
         if layer.mlp_norm is not None:
             normed = layer.mlp_norm(residual)
         # All-reduce: one for the shares of both, which meet in the residual stream only.
-        mixed = self._parallel.all_reduce(layer.output(attended) + layer.mlp(normed))
+        mixed = self._parallel.add_up(layer.output(attended), layer.mlp(normed))
         return self._to_add(mixed, None), residual
 
     def _to_add(self, mixed: torch.Tensor, post_norm: Norm | None) -> torch.Tensor:

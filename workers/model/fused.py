@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels import FusedStep, Kernels, StepLayer, StepModel
+from workers.kernels import FusedStep, Kernels, NodeOrder, StepLayer, StepModel
 from workers.model.architecture import Activation, LayerOrder, ModelSpec, NormKind, NormPlaces, QkNorm
 from workers.model.layers import DecoderWeights, Layer
 from workers.model.mlp import DenseMlp
 from workers.model.norms import HeadNorms, Norm, RmsNorm
-from workers.model.parallel import TensorParallel
+from workers.model.parallel import OrderedLinear, RowParallel, TensorParallel
 
 
 def has_fused_form(spec: ModelSpec) -> bool:
@@ -43,7 +43,8 @@ def fuse(
     """
     if not has_fused_form(spec) or (parallel.size > 1 and parallel.shared is None):
         return None
-    if not all(isinstance(layer.mlp, DenseMlp) for layer in weights.layers):
+    mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, DenseMlp)]
+    if len(mlps) < len(weights.layers):
         return None
     return kernels.fuse(
         StepModel(
@@ -58,6 +59,8 @@ def fuse(
             head_dim=spec.head_dim,
             norm_eps=spec.norm_eps,
             collective=parallel.shared,
+            output_nodes=_nodes(weights.layers[0].output),
+            down_nodes=_nodes(mlps[0].down),
         )
     )
 
@@ -66,15 +69,18 @@ def _layer(layer: Layer) -> StepLayer:
     heads, mlp = layer.query_key_norm, layer.mlp
     assert heads is None or isinstance(heads, HeadNorms), type(heads)
     assert layer.mlp_norm is not None and isinstance(mlp, DenseMlp), type(mlp)
+    output, down = layer.output, mlp.down
     return StepLayer(
         attention_norm=_weight(layer.attention_norm),
         qkv=layer.qkv,
         query_norm=None if heads is None else heads.query_weight,
         key_norm=None if heads is None else heads.key_weight,
-        output=layer.output,
+        output=output.linear if isinstance(output, OrderedLinear) else output,
+        output_bias=output.bias if isinstance(output, OrderedLinear) else None,
         mlp_norm=_weight(layer.mlp_norm),
         up=mlp.up,
-        down=mlp.down,
+        down=down.linear if isinstance(down, OrderedLinear) else down,
+        down_bias=down.bias if isinstance(down, OrderedLinear) else None,
         scale=layer.scale,
         sliding_window=layer.sliding_window,
     )
@@ -83,3 +89,7 @@ def _layer(layer: Layer) -> StepLayer:
 def _weight(norm: Norm) -> torch.Tensor:
     assert isinstance(norm, RmsNorm), type(norm)
     return norm.weight
+
+
+def _nodes(linear: RowParallel) -> NodeOrder | None:
+    return linear.order if isinstance(linear, OrderedLinear) else None

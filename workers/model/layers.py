@@ -9,7 +9,7 @@ import torch
 from workers.kernels import PackedLinear
 from workers.model.mlp import Mlp
 from workers.model.norms import Norm, QueryKeyNorm
-from workers.model.parallel import VocabParallelEmbedding, VocabParallelHead
+from workers.model.parallel import RowParallel, VocabParallelEmbedding, VocabParallelHead
 from workers.model.rotary import Rotary
 
 
@@ -24,7 +24,7 @@ class Layer:
     rotary: int | None  # of DecoderWeights.rotaries; None: nothing turns
     scale: float  # of attention scores
     sliding_window: int | None
-    output: PackedLinear  # q heads * head_dim of this rank -> hidden; rank 0 brings the bias
+    output: RowParallel  # q heads * head_dim of this rank -> hidden
     attention_post_norm: Norm | None
     mlp_norm: Norm | None  # None: the MLP reads what attention reads
     mlp: Mlp

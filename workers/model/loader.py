@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels import Kernels, PackedLinear, Quantization, QuantizedWeight, TorchKernels
+from workers.kernels import Kernels, PackedLinear, Quantization, QuantizedWeight, SumOrder, TorchKernels
 from workers.kernels.quantized import stack
 from workers.model.architecture import LayerOrder, NormKind, NormPlaces, QkNorm
 from workers.model.checkpoint import Checkpoint
@@ -16,7 +16,14 @@ from workers.model.layers import DecoderWeights, Layer
 from workers.model.lending import DRAFT_TOKEN_IDS
 from workers.model.mlp import DenseMlp, Mlp
 from workers.model.norms import HeadNorms, LayerNorm, NoNorm, Norm, QueryKeyNorm, RmsNorm, WidthNorms
-from workers.model.parallel import TensorParallel, VocabParallelEmbedding, VocabParallelHead
+from workers.model.orders import RankOrder, RankOrders, orders_of_rank
+from workers.model.parallel import (
+    OrderedLinear,
+    RowParallel,
+    TensorParallel,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 from workers.model.rotary import Rotary
 from workers.model.spans import spans_of_rank
 from workers.model.spec import check_tensor_parallel
@@ -36,7 +43,11 @@ def load_weights(
     """Reads and packs the weights of one rank. Errors as in `workers.model.decoder.load_decoder`."""
     check_tensor_parallel(checkpoint.spec, parallel.size)
     with WeightReader(checkpoint, dtype, device) as reader:
-        weights = _Loader(checkpoint, reader, kernels, parallel, quantization, dtype).load(device)
+        loader = _Loader(checkpoint, reader, kernels, parallel, quantization, dtype)
+        # A GPU's products and collectives take orders of their own; quantized inputs have the rank's scales.
+        if device.type == "cpu" and not loader.may_be_quantized:
+            loader.orders = orders_of_rank(checkpoint.spec, parallel.rank, parallel.size)
+        weights = loader.load(device)
     if reader.num_not_kept:
         _log.warning(
             "%s: %d matrices of rank %d are held in %s: their groups of inputs fit no form of few bits there",
@@ -69,6 +80,14 @@ class _Loader:
         # With an offset, weights are near it: bfloat16 would round away what tells them from it.
         self._norm_dtype = torch.float32 if spec.norm_offset else dtype
         self._norm_kernels = kernels if self._norm_dtype == dtype else TorchKernels()
+        self.orders: RankOrders | None = None  # of row-parallel products; None: as kernels and collectives do
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether some matrices may be, of this rank or another."""
+        if self._quantization is Quantization.AUTO:
+            return self._checkpoint.kept is not None and self._dtype is not torch.float32
+        return self._quantization is not Quantization.NONE
 
     def load(self, device: torch.device) -> DecoderWeights:
         spec, checkpoint, names = self._spec, self._checkpoint, self._spec.weights
@@ -120,7 +139,12 @@ class _Loader:
             rotary=None if rotary is None else spec.rotaries.index(rotary),
             scale=spec.attention_scale[index],
             sliding_window=spec.sliding_window[index],
-            output=self._row_parallel(name(names.output), self._spans.queries, spec.output_bias),
+            output=self._row_parallel(
+                name(names.output),
+                self._spans.queries,
+                spec.output_bias,
+                None if self.orders is None else self.orders.output,
+            ),
             attention_post_norm=self._norm(name(names.attention_post_norm)) if is_after else None,
             mlp_norm=mlp_norm,
             mlp=self._mlp(index),
@@ -135,7 +159,12 @@ class _Loader:
             activation=spec.activation,
             is_gated=spec.gated_mlp,
             up=self._column_parallel(up, spec.mlp_bias),
-            down=self._row_parallel(names.of_layer(index, names.down), self._spans.inner, spec.mlp_bias),
+            down=self._row_parallel(
+                names.of_layer(index, names.down),
+                self._spans.inner,
+                spec.mlp_bias,
+                None if self.orders is None else self.orders.down,
+            ),
         )
 
     def _query_key_norm(self, query: str, key: str) -> QueryKeyNorm | None:
@@ -164,10 +193,16 @@ class _Loader:
             bias = torch.cat([self._vector(f"{name}.bias", spans) for name, spans in parts])
         return self._pack(" and ".join(name for name, _ in parts), weight, bias, self._quantization)
 
-    def _row_parallel(self, name: str, inputs: range, has_bias: bool) -> PackedLinear:
-        """Some inputs of a matrix. Rank 0 brings the bias, so that the sum over ranks has it once."""
-        bias = self._vector(f"{name}.bias") if has_bias and self._parallel.rank == 0 else None
-        return self._pack(name, self._joined([(name, ())], inputs), bias, self._quantization)
+    def _row_parallel(self, name: str, inputs: range, has_bias: bool, order: RankOrder | None) -> RowParallel:
+        """Some inputs of a matrix, added up in `order`, or as kernels and collectives like."""
+        matrix, rank = self._joined([(name, ())], inputs), self._parallel.rank
+        bias = self._vector(f"{name}.bias") if has_bias else None
+        if order is not None and self._parallel.size > 1:
+            assert isinstance(matrix, torch.Tensor), "orders are for weights that are not quantized"
+            return OrderedLinear(self._kernels.pack_part(matrix, order.part), order.nodes, bias, self._dtype)
+        # Rank 0 brings the bias, so that the sum over ranks has it once.
+        part = None if order is None else order.part
+        return self._pack(name, matrix, bias if rank == 0 else None, self._quantization, order=part)
 
     def _head(self) -> torch.Tensor | QuantizedWeight:
         name, rows = self._checkpoint.head_name, self._spans.vocab
@@ -180,13 +215,14 @@ class _Loader:
         bias: torch.Tensor | None,
         quantization: Quantization,
         out_dtype: torch.dtype | None = None,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         """The layer of one weight. Quantized, its groups of inputs start where this rank's inputs start."""
         if isinstance(weight, QuantizedWeight):
             return self._kernels.pack_quantized(weight, bias, self._dtype, out_dtype)
         form = Quantization.NONE if quantization is Quantization.AUTO else quantization
         try:
-            return self._kernels.pack_linear(weight, bias, out_dtype, form)
+            return self._kernels.pack_linear(weight, bias, out_dtype, form, order)
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {name}: {error}") from error
 

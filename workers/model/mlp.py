@@ -10,12 +10,13 @@ import torch.nn.functional as F
 
 from workers.kernels import Kernels, PackedLinear
 from workers.model.architecture import Activation
+from workers.model.parallel import Part, RowParallel
 
 
 class Mlp(Protocol):
     """Any MLP. The parts of the ranks add up to its result; the caller has them added."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> Part:
         """x (T, hidden), equal on all ranks -> this rank's part of (T, hidden)."""
         ...
 
@@ -28,9 +29,9 @@ class DenseMlp:
     activation: Activation
     is_gated: bool  # activation(gate) * up, else activation(up)
     up: PackedLinear  # hidden -> [gate | up] of this rank, or up alone
-    down: PackedLinear  # inner columns of this rank -> hidden; rank 0 brings the bias
+    down: RowParallel  # inner columns of this rank -> hidden
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> Part:
         return self.down(self._activate(self.up(x)))
 
     def _activate(self, up: torch.Tensor) -> torch.Tensor:

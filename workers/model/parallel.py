@@ -3,17 +3,52 @@
 The scheme is Megatron's (Shoeybi et al. 2019): a column-parallel linear (outputs split), a row-parallel one
 (inputs split) and one all-reduce, twice a layer, or once where attention and MLP run side by side; embedding
 and head are split along the vocabulary.
+
+On a CPU, with weights that are not quantized, the sums are made in an order that does not depend on the
+number of ranks, so that groups of up to eight give the same bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from workers.kernels import KeptRows, PackedLinear, SharedCollective
+from workers.kernels import KeptRows, NodeOrder, PackedLinear, PartLinear, SharedCollective
+
+
+class Nodes(NamedTuple):
+    """A rank's part of a row-parallel product whose sum has one order: see `workers.kernels.order`."""
+
+    sums: torch.Tensor  # (nodes of this rank, T, out) float32
+    order: NodeOrder
+    bias: torch.Tensor | None  # (out,) float32, added once the sum is whole
+    out_dtype: torch.dtype  # to which it is rounded then
+
+
+Part = torch.Tensor | Nodes  # what a rank has of a sum over ranks; a tensor (T, out) is added rank by rank
+
+
+class OrderedLinear:
+    """A rank's part of a row-parallel layer that gives Nodes."""
+
+    def __init__(
+        self, linear: PartLinear, order: NodeOrder, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> None:
+        """bias (out,): every rank has it."""
+        self.linear, self.order = linear, order
+        self.bias = None if bias is None else bias.float()
+        self._out_dtype = out_dtype
+
+    def __call__(self, x: torch.Tensor) -> Nodes:
+        """x (T, inputs of this rank)."""
+        return Nodes(self.linear.nodes(x), self.order, self.bias, self._out_dtype)
+
+
+RowParallel = PackedLinear | OrderedLinear  # gives a Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +70,35 @@ class TensorParallel:
         elif self.size > 1:
             dist.all_reduce(x)
         return x
+
+    def add_up(self, *parts: Part) -> torch.Tensor:
+        """The sum over all ranks, and over several parts of each: (T, out), equal on all ranks."""
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+        if len(tensors) == len(parts):  # one sum over the ranks will do
+            return self.all_reduce(sum(tensors[1:], tensors[0]))
+        joined = [
+            self.all_reduce(part) if isinstance(part, torch.Tensor) else self._join(part) for part in parts
+        ]
+        return sum(joined[1:], joined[0])
+
+    def _join(self, part: Nodes) -> torch.Tensor:
+        """torch's own sum would do as each of its algorithms likes: it only carries the nodes, padded to the
+        most that a rank has."""
+        sums, order, bias, out_dtype = part
+        if self.shared is not None:
+            return self.shared.join(sums, order, bias, out_dtype)
+        most = max(order.counts)
+        padded = F.pad(sums, (0, 0, 0, 0, 0, most - len(sums))).contiguous()
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded)
+        every = [node for some, count in zip(gathered, order.counts, strict=True) for node in some[:count]]
+        found: list[torch.Tensor] = []
+        for total, joins in zip(every, order.joins, strict=True):
+            for _ in range(joins):
+                total = found.pop() + total
+            found.append(total)
+        (total,) = found
+        return (total if bias is None else total + bias).to(out_dtype)
 
     def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...], kept: KeptRows) -> torch.Tensor | None:
         """x (rows, widths[rank]) of every rank side by side on rank 0: (rows, sum of widths); None elsewhere.

@@ -8,6 +8,7 @@ from workers.model.architecture import ModelSpec
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.families import FAMILIES
+from workers.model.shares import head_splits
 
 
 def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
@@ -33,20 +34,9 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
 
 
 def legal_tensor_parallel(spec: ModelSpec) -> list[int]:
-    """Group sizes the model can be split into, ascending.
-
-    Up to the number of KV heads any size works: ranks hold whole KV heads with their query heads, some one
-    more than others. Beyond it KV heads are copied, so the size must be a multiple of their number and divide
-    the query heads.
-    """
-    whole = range(1, spec.num_kv_heads + 1)
-    copied = (
-        size
-        for size in range(2 * spec.num_kv_heads, spec.num_heads + 1, spec.num_kv_heads)
-        if spec.num_heads % size == 0
-    )
+    """Group sizes the model can be split into, ascending; each rank has heads, columns and rows."""
     limit = min(spec.vocab_size, spec.intermediate_size)
-    return [size for size in (*whole, *copied) if size <= limit]
+    return [size for size in head_splits(spec.num_heads, spec.num_kv_heads) if size <= limit]
 
 
 def check_tensor_parallel(spec: ModelSpec, tensor_parallel: int) -> None:

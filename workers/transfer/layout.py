@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
 from workers.kv_format import NUMBER_BYTES, row_bytes
-from workers.model.architecture import kv_heads_of_rank
+from workers.model.shares import kv_heads_of_rank
 
 LAYOUT_VERSION: Final = 1  # of the order of dimensions in a block
 _DTYPES: Final = ("float32", "bfloat16")

@@ -216,8 +216,8 @@ def test_wrong_dtypes_and_shapes_are_refused(kernels: tuple[Kernels, torch.dtype
         lambda: own.rotary_and_write(q, k, k, wide, wide, batch, cache),
         lambda: own.rotary_and_write(q, k, k, wide[:, :8].bfloat16(), wide[:, :8].bfloat16(), batch, cache),
     ]
-    if dtype == torch.bfloat16:
-        linear = own.pack_linear(torch.randn(8, 16).to(dtype))
+    linear = own.pack_linear(torch.randn(8, 16).to(dtype))
+    if isinstance(linear, NativeLinear) and dtype == torch.bfloat16:
         calls += [lambda: linear(torch.ones(1, 14).to(dtype)), lambda: linear(torch.ones(1, 16))]
     for call in calls:
         with pytest.raises((AssertionError, RuntimeError)):
@@ -280,15 +280,61 @@ def test_linear(
         assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PACKED)
-def test_linear_row_knows_no_neighbours(name: str) -> None:
-    own = CpuKernels(build(name), torch.bfloat16)
-    weight = torch.randn(960, 576).bfloat16()
+def test_linear_row_knows_no_neighbours(name: str, dtype: torch.dtype) -> None:
+    own = CpuKernels(build(name), dtype)
+    weight = torch.randn(960, 576).to(dtype)
     linear = own.pack_linear(weight)
-    x = torch.randn(300, 576).bfloat16()
+    x = torch.randn(300, 576).to(dtype)
     wanted = linear(x)
     for rows in (1, 2, 3, 5, 8, 64, 97):
         assert torch.equal(linear(x[:rows]), wanted[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PACKED)
+def test_linear_column_knows_no_place(name: str, dtype: torch.dtype) -> None:
+    """Ranks hold other columns beside it, and other numbers of them."""
+    own = CpuKernels(build(name), dtype)
+    weight, x = torch.randn(300, 130).to(dtype), torch.randn(20, 130).to(dtype)
+    wanted = own.pack_linear(weight, None, torch.float32)(x)
+    for start, stop in ((0, 1), (1, 66), (64, 128), (77, 300), (130, 260)):
+        part = own.pack_linear(weight[start:stop].contiguous(), None, torch.float32)
+        assert torch.equal(part(x), wanted[:, start:stop])
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 37, 96])
+def test_elements_know_no_place_in_their_row(kernels: tuple[Kernels, torch.dtype], size: int) -> None:
+    """A rank's row is a piece of another's: vectors begin elsewhere."""
+    own, dtype = kernels
+    gate, up = torch.randn(5, 200).to(dtype) * 4, torch.randn(5, 200).to(dtype)
+    silu, gelu = own.silu_mul(torch.cat((gate, up), 1)), own.gelu_new(gate)
+    for start in (0, 3, 100, 200 - size):
+        cut = slice(start, start + size)
+        assert torch.equal(own.silu_mul(torch.cat((gate[:, cut], up[:, cut]), 1)), silu[:, cut])
+        assert torch.equal(own.gelu_new(gate[:, cut].contiguous()), gelu[:, cut])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (8, 1, 32), (6, 3, 80), (4, 2, 24)])
+def test_attention_head_knows_no_other(
+    kernels: tuple[Kernels, torch.dtype], heads: int, kv_heads: int, dim: int
+) -> None:
+    """Ranks hold some KV heads, or some query heads of one."""
+    own, dtype = kernels
+    pool = make_pool(40, kv_heads, 16, dim, dtype)
+    batch = make_batch([(0, 100), (150, 1), (64, 3)], 16, 40)
+    q = torch.randn(104, heads, dim).to(dtype)
+    wanted = own.paged_attention(q, pool.layers[2], batch, 0.125, None)
+    group = heads // kv_heads
+    for head in range(kv_heads):
+        one = slice(head, head + 1)
+        cache = LayerCache(keys=pool.layers[2].keys[:, one], values=pool.layers[2].values[:, one])
+        for first, last in ((0, group), (0, group // 2), (group // 2, group)):
+            cut = slice(head * group + first, head * group + last)
+            if last > first:
+                found = own.paged_attention(q[:, cut].contiguous(), cache, batch, 0.125, None)
+                assert torch.equal(found, wanted[:, cut])
 
 
 def test_two_threads_give_the_bits_of_one(kernels: tuple[Kernels, torch.dtype]) -> None:

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from workers.model.architecture import ModelSpec, share
+from workers.model.architecture import ModelSpec
 from workers.model.errors import CheckpointError, TensorParallelError
+from workers.model.shares import head_splits, inner_leaves, queries_per_leaf, share
 from workers.model.spec import check_tensor_parallel, legal_tensor_parallel, spec_from_config
 
 LLAMA: dict[str, object] = {
@@ -171,3 +172,25 @@ def test_illegal_size_names_all_numbers(size: int) -> None:
 def test_spec_and_checkpoint_load_no_torch() -> None:
     code = "import sys, workers.model.spec, workers.model.checkpoint; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_columns_are_handed_out_in_parts_for_groups_of_any_size() -> None:
+    """Of whole grains of 32 where there are enough; always all columns, in order."""
+    assert inner_leaves(1536, 9, 3) == (256,) * 6  # groups of 1, 2 and 3 ranks; those of 9 are of their own
+    assert inner_leaves(4864, 14, 2) == (2432,) * 2
+    assert inner_leaves(14336, 32, 8) == (608,) * 16 + (576,) * 8
+    assert inner_leaves(96, 4, 2) == (24,) * 4
+    assert inner_leaves(97, 4, 1) == (26, 24, 24, 23)
+    assert inner_leaves(5, 4, 1) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries"), [(9, 3, 3), (32, 8, 4), (4, 1, 1), (14, 2, 7), (8, 2, 1)]
+)
+def test_query_heads_that_stay_together(heads: int, kv_heads: int, queries: int) -> None:
+    assert queries_per_leaf(heads, kv_heads) == queries
+    for size in head_splits(heads, kv_heads):
+        split = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16}
+        spec = spec_from_config({**LLAMA, **split})
+        starts = [spec.q_heads_of_rank(rank, size).start for rank in range(size)]
+        assert size > 8 or not any(start % queries for start in starts)

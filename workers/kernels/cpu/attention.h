@@ -130,7 +130,7 @@ template <class S> struct WideProducts {
     for (long r = 0; r < rows; r++) {
       float sum[KEYS] = {};
       for (long i = 0; i < d; i++)
-        for (int j = 0; j < KEYS; j++) sum[j] += s.queries[r * wide + i] * s.keys[i * KEYS + j];
+        for (int j = 0; j < KEYS; j++) sum[j] = multiply_add(s.queries[r * wide + i], s.keys[i * KEYS + j], sum[j]);
       memcpy(s.scores + r * KEYS, sum, sizeof sum);
     }
   }
@@ -154,7 +154,8 @@ template <class S> struct WideProducts {
   static void add_values(AttentionScratch& s, long rows, const KeyGroup<S>&, const KeyGroup<S>&, long d, long wide) {
     for (long r = 0; r < rows; r++)
       for (int j = 0; j < KEYS; j++)
-        for (long i = 0; i < d; i++) s.out[r * wide + i] += s.weights[r * KEYS + j] * s.values[j * wide + i];
+        for (long i = 0; i < d; i++)
+          s.out[r * wide + i] = multiply_add(s.weights[r * KEYS + j], s.values[j * wide + i], s.out[r * wide + i]);
   }
 
  private:

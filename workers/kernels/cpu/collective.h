@@ -18,7 +18,9 @@
 #include <algorithm>
 #include <atomic>
 #include <climits>
+#include <vector>
 
+#include "order.h"
 #include "simd.h"
 
 class Collective {
@@ -43,6 +45,23 @@ class Collective {
       for (int r = 0; r < ranks; r++)
         if (!arrived(r, count * sizeof(T))) return false;
       sum(x + from, count);
+    }
+    return true;
+  }
+  // The nodes of all ranks, mine (nodes of this rank, rows, columns), joined as `order` says, plus bias (columns) or null:
+  // out (rows, columns), rounded once, the same bits on all ranks.
+  template <class T>
+  bool join(const float* mine, size_t rows, size_t columns, const NodeOrder& order, const float* bias, T* out) {
+    const size_t n = rows * columns, most = size_t(*std::max_element(order.counts, order.counts + ranks));
+    const size_t step = CHUNK / sizeof(float) / most;
+    for (size_t from = 0; from < n; from += step) {
+      const size_t count = std::min(step, n - from), own = size_t(order.counts[rank]);
+      if (!begin_round()) return false;
+      for (size_t i = 0; i < own; i++) memcpy(slot(rank) + i * count * sizeof(float), mine + i * n + from, count * sizeof(float));
+      publish(own * count * sizeof(float));
+      for (int r = 0; r < ranks; r++)
+        if (!arrived(r, size_t(order.counts[r]) * count * sizeof(float))) return false;
+      join_round(from, count, columns, order, bias, out);
     }
     return true;
   }
@@ -88,6 +107,7 @@ class Collective {
   const int rank, ranks;
   const double timeout_s;
   uint32_t round = 0;
+  std::vector<float> joined;
   long failed = 0;
 
   char* slot(int r) const { return slots + (size_t(r) * 2 + round % 2) * CHUNK; }
@@ -151,6 +171,31 @@ class Collective {
         for (size_t i = 0; i < count; i++) total[i] += widen(part[i]);
       }
       store_row(total, x + from, count);
+    }
+  }
+  // Elements [from, from + count) of out, whose nodes are in the slots.
+  template <class T>
+  void join_round(size_t from, size_t count, size_t columns, const NodeOrder& order, const float* bias, T* out) {
+    constexpr size_t BLOCK = 256;
+    long nodes = 0;
+    for (int r = 0; r < ranks; r++) nodes += order.counts[r];
+    if (joined.size() < size_t(nodes) * BLOCK) joined.resize(size_t(nodes) * BLOCK);
+    for (size_t at = 0; at < count; at += BLOCK) {
+      const size_t width = std::min(BLOCK, count - at);
+      float* top = joined.data();
+      const long* joins = order.joins;
+      for (int r = 0; r < ranks; r++)
+        for (long i = 0; i < order.counts[r]; i++, joins++, top += BLOCK) {
+          memcpy(top, (const float*)slot(r) + size_t(i) * count + at, width * sizeof(float));
+          for (long j = 0; j < *joins; j++) {
+            const float* right = top;
+            top -= BLOCK;
+            for (size_t k = 0; k < width; k++) top[k] += right[k];
+          }
+        }
+      top -= BLOCK;
+      for (size_t k = 0; bias && k < width; k++) top[k] += bias[(from + at + k) % columns];
+      store_row(top, out + from + at, width);
     }
   }
   // Bytes [from, from + count) of rank r's rows, one after the other, to their places among all columns.

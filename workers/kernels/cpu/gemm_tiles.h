@@ -1,8 +1,8 @@
 // Products of bf16 rows with packed bf16 columns in the tile registers of amx.h.
 //
 // Packed columns: the units of gemm.h; in a unit, 32 columns after 32 columns, [k / 32][2] tiles of [16 pairs][16
-// columns][2], zeros where k or the columns end. A sum runs over k tile after tile, whatever the number of rows: a row's
-// result does not depend on its neighbours. (Inside a tile the first and the second products of the pairs are summed
+// columns][2], zeros where k or the columns end. A sum runs over k tile after tile in the order of order.h, whatever the
+// number of rows: a row's result does not depend on its neighbours. Of several leaves each has whole tiles. (Inside a tile the first and the second products of the pairs are summed
 // apart, so the bits differ from those of gemm.h.)
 #pragma once
 #include "amx.h"
@@ -61,9 +61,15 @@ inline void tile_block(Tiles& tiles, const char* a, size_t a_row, size_t k, cons
     tiles.store<3>(c + first1 * UNIT + 16, UNIT * 4);
   }
 }
-// sums (rows, UNIT) = rows of a times unit u; at most CHUNK_ROWS rows. More than 16 go in blocks of 16, the last of which
+// The last sums of a list (rows, UNIT), 32 columns of them, join those before.
+inline void join_tiles(float* sums, size_t rows, long joins) {
+  for (const size_t level = rows * UNIT; joins > 0; joins--, sums -= level)
+    for (size_t r = 0; r < rows; r++)
+      for (size_t i = 0; i < 32; i++) sums[r * UNIT + i - level] += sums[r * UNIT + i];
+}
+// Rows of a times unit u, as unit_sums of gemm.h; at most CHUNK_ROWS rows. More than 16 go in blocks of 16, the last of which
 // may start inside the one before and makes the same sums again.
-inline void tiled_unit_sums(const char* packed, const Units& units, size_t u, const char* a, size_t a_row, size_t rows, float* sums) {
+inline void tiled_unit_sums(const char* packed, const Units& units, size_t u, const SumOrder& order, const char* a, size_t a_row, size_t rows, float* sums) {
   alignas(64) char tails[CHUNK_ROWS * 64];
   const size_t block_rows = std::min(rows, BLOCK_ROWS), blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, tail = units.k % BLOCK_INPUTS;
   for (size_t r = 0; tail && r < rows; r++) {
@@ -76,10 +82,18 @@ inline void tiled_unit_sums(const char* packed, const Units& units, size_t u, co
   Tiles tiles(shapes);
   const auto first = [&](size_t block) { return std::min(block * BLOCK_ROWS, rows - block_rows); };
   const char* b = packed + tiled_offset(units, u);
-  for (int half = 0; half < units.vecs(u) / 2; half++, b += tiled_inputs(units.k) * 64, sums += 32)
-    for (size_t i = 0; i < blocks; i += 2)
-      if (i + 1 < blocks) tile_block<true>(tiles, a, a_row, units.k, tails, first(i), first(i + 1), b, sums);
-      else tile_block<false>(tiles, a, a_row, units.k, tails, first(i), 0, b, sums);
+  for (int half = 0; half < units.vecs(u) / 2; half++, sums += 32) {
+    float* to = sums;
+    const char* x = a;
+    for (long l = 0; l < order.count; to += long(rows * UNIT) * (1 - order.leaves[l++].joins)) {
+      const size_t k = size_t(order.leaves[l].inputs);
+      for (size_t i = 0; i < blocks; i += 2)
+        if (i + 1 < blocks) tile_block<true>(tiles, x, a_row, k, tails, first(i), first(i + 1), b, to);
+        else tile_block<false>(tiles, x, a_row, k, tails, first(i), 0, b, to);
+      join_tiles(to, rows, order.leaves[l].joins);
+      x += k * 2, b += tiled_inputs(k) * 64;
+    }
+  }
 }
 #else
 inline bool can_use_tiles() { return false; }

@@ -157,29 +157,35 @@ void tandem_free_collective(Collective* collective) { delete collective; }
 void tandem_abort(Collective* collective) { collective->abort(); }
 long tandem_failure(const Collective* collective) { return collective->failure(); }
 void tandem_all_reduce(int dtype, Collective* collective, void* x, long n) { BY_DTYPE(collective->all_reduce((T*)x, size_t(n))); }
+// out (rows, columns) of `dtype` from this rank's nodes (nodes, rows, columns); bias (columns) or null.
+void tandem_join(int dtype, Collective* collective, const float* nodes, long rows, long columns, const long* counts, const long* joins,
+                 const float* bias, void* out) {
+  BY_DTYPE(collective->join(nodes, size_t(rows), size_t(columns), NodeOrder{counts, joins}, bias, (T*)out));
+}
 void tandem_gather_rows(Collective* collective, const void* mine, long rows, const long* row_bytes, void* out) {
   collective->gather_rows((const char*)mine, size_t(rows), row_bytes, (char*)out);
 }
 #ifdef HAS_PRODUCTS
 // 1 when weights of format BF16_TILES can be used from now on.
 int tandem_can_use_tiles() { return can_use_tiles(); }
-long tandem_packed_bytes(int format, long n, long k) { return long(bf16_bytes(format, Units{size_t(n), size_t(k)})); }
-void tandem_pack(int format, const bf16* weight, long n, long k, char* packed, int threads) {
-  const Units units{size_t(n), size_t(k)};
-  for_rows(long(units.count()), UNIT * k, threads, [&](long u) { pack_bf16(format, weight, units, size_t(u), packed); });
+long tandem_packed_bytes(int format, long n, long k) { return long(plain_bytes(format, Units{size_t(n), size_t(k), element_bytes(format)})); }
+// weight (n, k) of the type that the format holds.
+void tandem_pack(int format, const void* weight, long n, long k, char* packed, int threads) {
+  const Units units{size_t(n), size_t(k), element_bytes(format)};
+  for_rows(long(units.count()), UNIT * k, threads, [&](long u) { pack_plain(format, (const char*)weight, units, size_t(u), packed); });
 }
-// out (rows, columns) = x (rows, k; x_stride elements apart) * weights + bias; out_float: float instead of bf16.
-void tandem_linear(const PackedWeights* weights, const bf16* x, long x_stride, long rows, void* out, int out_float, int threads) {
-  LinearRows input{(const char*)x, size_t(x_stride) * 2};
+// out (nodes, rows, columns) = x (rows, k; x_stride bytes apart) * weights + bias; out_float: float instead of bf16.
+void tandem_linear(const PackedWeights* weights, const void* x, long x_stride, long rows, void* out, int out_float, int threads) {
+  LinearRows input{(const char*)x, size_t(x_stride)};
   if (is_quantized(*weights)) {
     const size_t bytes = input_bytes(*weights);
     char* prepared = row_scratch<char>(rows * long(bytes));
-    for_rows(rows, 8 * weights->k, threads, [&](long r) { prepare_row(*weights, x + r * x_stride, prepared + size_t(r) * bytes); });
+    for_rows(rows, 8 * weights->k, threads, [&](long r) { prepare_row(*weights, (const bf16*)((const char*)x + r * x_stride), prepared + size_t(r) * bytes); });
     input = {prepared, bytes};
   }
-  for_tasks(linear_tasks(*weights, rows), threads, [] { return 0; }, [&](long i, int) {
-    if (out_float) linear_task(*weights, input, rows, i, (float*)out);
-    else linear_task(*weights, input, rows, i, (bf16*)out);
+  for_tasks(linear_tasks(*weights, rows), threads, [] { return LinearScratch(); }, [&](long i, LinearScratch& scratch) {
+    if (out_float) linear_task(*weights, input, rows, i, scratch, (float*)out);
+    else linear_task(*weights, input, rows, i, scratch, (bf16*)out);
   });
 }
 #ifdef HAS_QUANTIZED

@@ -14,6 +14,7 @@ using Sums = __m512;
 inline Sums no_sums() { return _mm512_setzero_ps(); }
 inline Sums load_sums(const float* from) { return _mm512_loadu_ps(from); }
 inline void store_sums(float* to, Sums sums) { _mm512_storeu_ps(to, sums); }
+inline Sums add_sums(Sums left, Sums right) { return _mm512_add_ps(left, right); }
 
 // sum[r][v] += both products of the pair at a + r * a_row with the pairs of vector v at b. vdpbf16ps takes bf16 numbers
 // below 2^-126 as zero.
@@ -28,6 +29,18 @@ inline __attribute__((always_inline)) void multiply_pair(Sums (&sum)[ROWS][VECS]
     const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, column[v]);
+  }
+}
+// sum[r][v] += the float at a + r * a_row with the floats of vector v at b.
+template <int ROWS, int VECS>
+inline __attribute__((always_inline)) void multiply_float(Sums (&sum)[ROWS][VECS], const char* a, size_t a_row, const char* b) {
+  __m512 column[VECS];
+  for (int v = 0; v < VECS; v++) column[v] = _mm512_loadu_ps(b + v * 64);
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++) {
+    const __m512 x = _mm512_set1_ps(*(const float*)(a + r * a_row));
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) sum[r][v] = _mm512_fmadd_ps(x, column[v], sum[r][v]);
   }
 }
 
@@ -61,14 +74,14 @@ inline __mmask16 columns_mask(size_t column, size_t columns) {
 inline void finish_row(const float* sums, size_t column, int vecs, size_t columns, const float* bias, bf16* out) {
   for (int v = 0; v < vecs; v++, column += 16) {
     __mmask16 mask = columns_mask(column, columns);
-    __m512 y = _mm512_add_ps(_mm512_load_ps(sums + v * 16), bias_at(bias, column, mask));
+    __m512 y = _mm512_add_ps(_mm512_loadu_ps(sums + v * 16), bias_at(bias, column, mask));
     _mm256_mask_storeu_epi16(out + column, mask, (__m256i)_mm512_cvtneps_pbh(y));
   }
 }
 inline void finish_row(const float* sums, size_t column, int vecs, size_t columns, const float* bias, float* out) {
   for (int v = 0; v < vecs; v++, column += 16) {
     __mmask16 mask = columns_mask(column, columns);
-    _mm512_mask_storeu_ps(out + column, mask, _mm512_add_ps(_mm512_load_ps(sums + v * 16), bias_at(bias, column, mask)));
+    _mm512_mask_storeu_ps(out + column, mask, _mm512_add_ps(_mm512_loadu_ps(sums + v * 16), bias_at(bias, column, mask)));
   }
 }
 
@@ -78,6 +91,7 @@ using Sums = __m256;
 inline Sums no_sums() { return _mm256_setzero_ps(); }
 inline Sums load_sums(const float* from) { return _mm256_loadu_ps(from); }
 inline void store_sums(float* to, Sums sums) { _mm256_storeu_ps(to, sums); }
+inline Sums add_sums(Sums left, Sums right) { return _mm256_add_ps(left, right); }
 
 // One number of every pair, as a float.
 template <bool SECOND> inline __m256 widen_half(__m256i pairs) {
@@ -104,6 +118,19 @@ template <int ROWS, int VECS>
 inline __attribute__((always_inline)) void multiply_pair(Sums (&sum)[ROWS][VECS], const char* a, size_t a_row, const char* b) {
   multiply_half<false>(sum, a, a_row, b);
   multiply_half<true>(sum, a, a_row, b);
+}
+// sum[r][v] += the float at a + r * a_row with the floats of vector v at b.
+template <int ROWS, int VECS>
+inline __attribute__((always_inline)) void multiply_float(Sums (&sum)[ROWS][VECS], const char* a, size_t a_row, const char* b) {
+  __m256 x[ROWS];
+#pragma GCC unroll 2
+  for (int r = 0; r < ROWS; r++) x[r] = _mm256_set1_ps(*(const float*)(a + r * a_row));
+#pragma GCC unroll 4
+  for (int v = 0; v < VECS; v++) {
+    const __m256 column = _mm256_loadu_ps((const float*)(b + v * 32));
+#pragma GCC unroll 2
+    for (int r = 0; r < ROWS; r++) sum[r][v] = _mm256_fmadd_ps(x[r], column, sum[r][v]);
+  }
 }
 template <class Out> inline void finish_row(const float* sums, size_t column, int vecs, size_t columns, const float* bias, Out* out) {
   const size_t count = std::min(size_t(vecs) * LANES, columns - column);

@@ -3,13 +3,15 @@
 #include "gemm.h"
 #include "gemm_tiles.h"
 #ifdef HAS_PRODUCTS
+#include <memory>
+
 #ifdef __AVX512BF16__
 #define HAS_QUANTIZED
 #include "gemm_int4.h"
 #include "gemm_int8.h"
 #endif
 
-enum WeightFormat : long { BF16_PAIRS = 0, INT8 = 1, INT4 = 2, BF16_TILES = 3 };
+enum WeightFormat : long { BF16_PAIRS = 0, INT8 = 1, INT4 = 2, BF16_TILES = 3, FLOATS = 4 };
 
 // Mirrored by workers/kernels/packed.py.
 struct PackedWeights {
@@ -17,6 +19,21 @@ struct PackedWeights {
   const char* data;   // laid out as the format wants it
   const float* bias;  // (columns), or null
   long columns, k;
+  SumOrder order;     // of the k inputs; quantized weights have one leaf
+};
+
+// Room for the sums of one task.
+class LinearScratch {
+ public:
+  float* of(const PackedWeights& w) {
+    const size_t wanted = size_t(w.order.levels()) * CHUNK_ROWS * UNIT;
+    if (size < wanted) space.reset(new float[(size = wanted) + 16]);
+    return (float*)((uintptr_t(space.get()) + 63) / 64 * 64);
+  }
+
+ private:
+  std::unique_ptr<float[]> space;  // never read before it is written
+  size_t size = 0;
 };
 
 // Rows of an input in the form that the products of a format take, `stride` bytes apart.
@@ -24,10 +41,12 @@ struct LinearRows {
   const char* first;
   size_t stride;
 };
-// Quantized weights want rows made by prepare_row; others take bf16 rows as they are.
+// Quantized weights want rows made by prepare_row; others take rows of their own kind as they are.
 inline bool is_quantized(const PackedWeights& w) { return w.format == INT8 || w.format == INT4; }
+inline size_t element_bytes(long format) { return format == FLOATS ? 4 : 2; }
+inline Units units_of(const PackedWeights& w) { return {size_t(w.columns), size_t(w.k), element_bytes(w.format)}; }
 #ifdef HAS_QUANTIZED
-inline size_t input_bytes(const PackedWeights& w) { return is_quantized(w) ? RowShape{size_t(w.k)}.bytes() : size_t(w.k) * 2; }
+inline size_t input_bytes(const PackedWeights& w) { return is_quantized(w) ? RowShape{size_t(w.k)}.bytes() : size_t(w.k) * element_bytes(w.format); }
 inline void prepare_row(const PackedWeights& w, const bf16* x, char* row) { quantize_row(x, RowShape{size_t(w.k)}, row); }
 
 inline size_t quantized_column_bytes(long format, const RowShape& shape) {
@@ -40,46 +59,48 @@ inline void quantized_sums(const PackedWeights& w, const Units& units, size_t u,
   else quantized_unit<Int8>(rows, count, shape, unit, units.vecs(u), fetch, sums);
 }
 #else  // and no weights in those formats
-inline size_t input_bytes(const PackedWeights& w) { return size_t(w.k) * 2; }
+inline size_t input_bytes(const PackedWeights& w) { return size_t(w.k) * element_bytes(w.format); }
 inline void prepare_row(const PackedWeights&, const bf16*, char*) {}
 inline void quantized_sums(const PackedWeights&, const Units&, size_t, const char*, size_t, bool, float*) {}
 #endif
 
-// The bf16 formats: pairs for vectors, or tiles, which only some builds know.
-inline size_t bf16_bytes(long format, const Units& units) {
+// The formats of weights as they are: steps for vectors, or tiles, which only some builds know.
+inline size_t plain_bytes(long format, const Units& units) {
 #ifdef HAS_TILES
   if (format == BF16_TILES) return tiled_bytes(units);
 #endif
   return units.bytes();
 }
-inline void pack_bf16(long format, const bf16* weight, const Units& units, size_t u, char* packed) {
+inline void pack_plain(long format, const char* weight, const Units& units, size_t u, char* packed) {
 #ifdef HAS_TILES
-  if (format == BF16_TILES) return pack_tiled_unit(weight, units, u, packed);
+  if (format == BF16_TILES) return pack_tiled_unit((const bf16*)weight, units, u, packed);
 #endif
   pack_unit(weight, units, u, packed);
 }
-inline void bf16_sums(const PackedWeights& w, const Units& units, size_t u, const char* a, size_t a_row, size_t rows, bool fetch, float* sums) {
+inline void plain_sums(const PackedWeights& w, const Units& units, size_t u, const char* a, size_t a_row, size_t rows, bool fetch, float* sums) {
 #ifdef HAS_TILES
-  if (w.format == BF16_TILES) return tiled_unit_sums(w.data, units, u, a, a_row, rows, sums);
+  if (w.format == BF16_TILES) return tiled_unit_sums(w.data, units, u, w.order, a, a_row, rows, sums);
 #endif
-  unit_sums(w.data, units, u, a, a_row, rows, fetch, sums);
+  if (w.format == FLOATS) unit_sums<Floats>(w.data, units, u, w.order, a, a_row, rows, fetch, sums);
+  else unit_sums<Pairs>(w.data, units, u, w.order, a, a_row, rows, fetch, sums);
 }
 
 // A product of `rows` rows is cut into this many tasks, which may run in any order on any thread.
 inline long linear_tasks(const PackedWeights& w, long rows) {
-  return long(Units{size_t(w.columns), size_t(w.k)}.count()) * ((rows + CHUNK_ROWS - 1) / CHUNK_ROWS);
+  return long(units_of(w).count()) * ((rows + CHUNK_ROWS - 1) / CHUNK_ROWS);
 }
-// One task of out (rows, columns) = x (rows, k) * weights + bias.
-template <class Out> void linear_task(const PackedWeights& w, const LinearRows& x, long rows, long task, Out* out) {
-  const Units units{size_t(w.columns), size_t(w.k)};
+// One task of out (nodes, rows, columns) = x (rows, k) * weights + bias; with several nodes there is no bias.
+template <class Out> void linear_task(const PackedWeights& w, const LinearRows& x, long rows, long task, LinearScratch& scratch, Out* out) {
+  const Units units = units_of(w);
   const long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, row0 = task % chunks * CHUNK_ROWS;
   const size_t u = size_t(task / chunks), count = size_t(std::min<long>(CHUNK_ROWS, rows - row0));
   const char* first = x.first + size_t(row0) * x.stride;
   const bool fetch = task % chunks == chunks - 1;
-  alignas(64) float sums[CHUNK_ROWS * UNIT];
+  float* sums = scratch.of(w);
   if (is_quantized(w)) quantized_sums(w, units, u, first, count, fetch, sums);
-  else bf16_sums(w, units, u, first, x.stride, count, fetch, sums);
-  for (size_t r = 0; r < count; r++)
-    finish_row(sums + r * UNIT, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
+  else plain_sums(w, units, u, first, x.stride, count, fetch, sums);
+  for (size_t node = 0, nodes = size_t(w.order.nodes()); node < nodes; node++, out += size_t(rows) * units.columns)
+    for (size_t r = 0; r < count; r++, sums += UNIT)
+      finish_row(sums, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
 }
 #endif

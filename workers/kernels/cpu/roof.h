@@ -33,7 +33,8 @@ inline double multiply_tiles(long rounds, int threads) {
     const Units units{UNIT, INPUTS};
     std::vector<char> a(ROWS * INPUTS * 2), b(tiled_bytes(units));
     std::vector<float> c(ROWS * UNIT);
-    for (long i = 0; i < rounds; i++) tiled_unit_sums(b.data(), units, 0, a.data(), INPUTS * 2, ROWS, c.data());
+    const Leaf leaf{INPUTS, 0};
+    for (long i = 0; i < rounds; i++) tiled_unit_sums(b.data(), units, 0, {&leaf, 1}, a.data(), INPUTS * 2, ROWS, c.data());
   }
   return double(rounds) * threads * 2 * ROWS * UNIT * INPUTS;
 }

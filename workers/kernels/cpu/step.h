@@ -23,9 +23,11 @@ struct LayerWeights {
   PackedWeights qkv;
   const bf16 *query_norm, *key_norm;  // both or neither
   PackedWeights output;
+  const float* output_bias;  // where nodes are joined: (hidden) or null; else `output` has it
   const bf16* mlp_norm;
   PackedWeights up;  // columns [gate | up]
   PackedWeights down;
+  const float* down_bias;
   long window;  // 0: none
   double scale;
 };
@@ -38,6 +40,8 @@ struct Model {
   const bf16* final_norm;
   PackedWeights head;
   Collective* collective;  // of the ranks that share the heads and inner columns; null for one rank
+  // How what `output` and `down` give on each rank is put together: null joins: added up as it is, rounded before.
+  NodeOrder output_nodes, down_nodes;
 };
 struct StepInput {
   const float *cos, *sin;  // (num_positions, half)
@@ -55,6 +59,7 @@ struct StepInput {
 struct StepScratch {
   StepLayout layout;
   std::vector<bf16> residual, normed, qkv, attended, wide, mixed, kept;
+  std::vector<float> nodes;    // of this rank (nodes, rows, hidden)
   std::vector<char> prepared;  // rows for quantized weights, of one linear at a time
   std::vector<DrawScratch> drawing;  // of each thread
   std::unique_ptr<std::atomic<long>[]> counters;
@@ -65,6 +70,8 @@ struct StepScratch {
     grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d);
     grow(attended, tokens * m.heads * m.d);
     grow(wide, tokens * 3 * m.inner);
+    for (const PackedWeights& w : {m.layers[0].output, m.layers[0].down})
+      if (const size_t wanted = size_t(w.order.nodes() * tokens * m.hidden); m.collective && nodes.size() < wanted) nodes.resize(wanted);
     size_t row_bytes = 0;
     for (const PackedWeights& w : {m.layers[0].qkv, m.layers[0].output, m.layers[0].up, m.layers[0].down, m.head})
       if (is_quantized(w)) row_bytes = std::max(row_bytes, input_bytes(w));
@@ -99,8 +106,7 @@ template <class S> class StepWalk {
         each_row([&](long r) { keep(attended, residual, r); });
         attended = s.qkv.data(), residual = s.kept.data();
       }
-      linear(w.output, attended, s.mixed.data());
-      if (!add_up(s.mixed.data())) return;
+      if (!mix(w.output, attended, m.output_nodes, w.output_bias)) return;
       each_row([&](long r) { add_norm(residual, w.mlp_norm, r); });
       linear(w.up, s.normed.data(), s.wide.data());
       bf16* gated = s.wide.data() + rows * 2 * m.inner;
@@ -108,8 +114,7 @@ template <class S> class StepWalk {
         const bf16* gate = s.wide.data() + r * 2 * m.inner;
         silu_mul_row(gate, gate + m.inner, gated + r * m.inner, m.inner);
       });
-      linear(w.down, gated, s.mixed.data());
-      if (!add_up(s.mixed.data())) return;
+      if (!mix(w.down, gated, m.down_nodes, w.down_bias)) return;
       const bf16* following = l + 1 < m.num_layers ? m.layers[l + 1].attention_norm : m.final_norm;
       each_row([&](long r) { add_norm(residual, following, r); });
     }
@@ -130,6 +135,7 @@ template <class S> class StepWalk {
   std::vector<float> row;
   std::vector<char> own;  // rows prepared for quantized weights
   AttentionScratch attention;
+  LinearScratch sums;
   const long thread, team;
   long rows;
   long phase = 0;  // number of the next task counter; equal on all threads
@@ -150,7 +156,7 @@ template <class S> class StepWalk {
   }
   template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) {
     const LinearRows input{is_quantized(w) ? prepared(w, x) : (const char*)x, input_bytes(w)};
-    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, out); });
+    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, sums, out); });
   }
   // Few rows are prepared by every thread for itself, which takes less time than to wait for another.
   const char* prepared(const PackedWeights& w, const bf16* x) {
@@ -162,6 +168,17 @@ template <class S> class StepWalk {
     }
     each_row([&](long r) { prepare_row(w, x + r * w.k, s.prepared.data() + size_t(r) * bytes); });
     return s.prepared.data();
+  }
+  // s.mixed (rows, hidden) = x * w, of all ranks. False as of add_up.
+  bool mix(const PackedWeights& w, const bf16* x, const NodeOrder& order, const float* bias) {
+    if (!m.collective || !order.joins) {
+      linear(w, x, s.mixed.data());
+      return add_up(s.mixed.data());
+    }
+    linear(w, x, s.nodes.data());
+    if (thread == 0) m.collective->join(s.nodes.data(), size_t(rows), size_t(m.hidden), order, bias, s.mixed.data());
+    together.wait();
+    return m.collective->failure() == 0;
   }
   // x (rows, hidden) becomes the sum over the ranks. False on all threads when that failed: then the step has no result.
   bool add_up(bf16* x) {

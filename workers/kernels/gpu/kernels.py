@@ -16,7 +16,8 @@ from workers.kernels.gpu.linear import GpuLinear
 from workers.kernels.gpu.linear_int4 import pack_int4
 from workers.kernels.gpu.norms import add_rms_norm, layer_norm, rms_norm
 from workers.kernels.gpu.rotary import rotary_and_write
-from workers.kernels.interface import FusedStep, PackedLinear, StepModel
+from workers.kernels.interface import FusedStep, PackedLinear, PartLinear, StepModel
+from workers.kernels.order import SumOrder
 from workers.kernels.paged_cache import LayerCache
 from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
 from workers.kernels.reference import TorchKernels
@@ -95,6 +96,7 @@ class GpuKernels:
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         quantization: Quantization = Quantization.NONE,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         if quantization is not Quantization.NONE:
             return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
@@ -115,6 +117,9 @@ class GpuKernels:
             return pack_int4(weight, bias, out_dtype)
         codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
         return GpuLinear(weight=codes, scales=scales, bias=bias, out_dtype=out_dtype)
+
+    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
+        return self._torch.pack_part(weight, order)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return None
