@@ -169,7 +169,7 @@ def application_statuses(
     for name, app in sorted(details.get("applications", {}).items()):
         listing = directories.get(name)
         status = _application(name, app, by_replica, loads, now)
-        if listing is not None and status.status in FAILED_STATUSES:
+        if listing is not None and not status.rows:
             status = _with_unlisted(status, listing, loads)
         groups = {row.group for row in status.rows}
         own = tuple(pair for pair in pairs if pair.source in groups and pair.reader in groups)
@@ -263,23 +263,22 @@ def _row(
 def _with_unlisted(
     status: ApplicationStatus, listing: GroupListing, loads: Mapping[str, ReportedLoad]
 ) -> ApplicationStatus:
-    """With what still answers after a deployment that Serve refused: of it Serve lists nothing any more."""
-    known = {row.group for row in status.rows}
-    entries = [entry for entry in listing.entries if entry.group_id not in known]
+    """With what still answers after a deployment that Serve refused, or before it has looked at a new one:
+    Serve lists nothing then."""
     rows = [
         replace(
             _row(entry.pool, {"replica_id": entry.replica_id, "state": "RUNNING"}, entry, loads, 0.0, ""),
             reason=entry.reason or "of the deployment before",
         )
-        for entry in entries
+        for entry in listing.entries
     ]
     ready = sum(row.state == "ready" for row in rows)
-    if any(entry.group_id in loads for entry in entries):  # one has told them
+    if any(entry.group_id in loads for entry in listing.entries):  # a router has told them
         rows.insert(0, GroupRow(group="router", role="router", state="ready", reason=rows[0].reason))
         ready += 1
     return replace(
         status,
-        desired=status.desired + len(rows),
-        ready=status.ready + ready,
-        rows=(*rows, *status.rows),
+        desired=len(rows),
+        ready=ready,
+        rows=tuple(rows),
     )
