@@ -40,12 +40,16 @@ serve: install  ## serve the embedded model on http://127.0.0.1:8000 (Ctrl-C sto
 
 .PHONY: test
 test: install  ## all tests, about a quarter of an hour on two cores
-	$(TEST) tests/unit tests/models tests/cases
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-unit test-models
 	$(TEST) tests/integration
 
 .PHONY: test-unit
 test-unit: install  ## the tests that need no model and no cluster
 	$(TEST) tests/unit
+
+.PHONY: test-models
+test-models: install  ## answers beside transformers', and the whole path of a request in one process
+	$(TEST) tests/models tests/cases
 
 .PHONY: test-faults
 test-faults: install  ## processes that are stopped for longer than others wait for them

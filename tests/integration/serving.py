@@ -89,9 +89,9 @@ class Serving:
 
 def tiny_llama(folder: Path, max_model_len: int) -> Path:
     """Fills a folder with a small random Llama whose tokens are bytes."""
-    byte_tokenizer().save_pretrained(folder)
-    family = checkpoints.family("llama")
-    return checkpoints.build(folder, family, max_position_embeddings=max_model_len)
+    family, tokenizer = checkpoints.family("llama"), byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    return checkpoints.build(folder, family, vocab_size=len(tokenizer), max_position_embeddings=max_model_len)
 
 
 def config_of(file: str, port: int, settings: list[str], **replicas: int) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def test_what_has_no_int8_form_is_refused_at_the_start(family_folder: Folders) -
     with pytest.raises(RankConfigError, match=r"cache\.dtype 'int4': must be auto or int8"):
         RankModel(replace(config, cache=replace(config.cache, dtype="int4")), 0)
     models = [RankModel(each, 0) for each in (config, as_int8(config, "float32"))]
-    assert [model.identity()["kv_dtype"] for model in models] == ["float32", "int8"]
+    assert [model.identity(same_files=True)["kv_dtype"] for model in models] == ["float32", "int8"]
     bytes_of = [model.facts(4).kv_bytes_per_block for model in models]
     head_dim = models[0].facts(4).head_dim
     assert bytes_of[0] * (head_dim + 2) == bytes_of[1] * 4 * head_dim
