@@ -209,8 +209,9 @@ def form(name: str) -> Form:
     return next(entry for entry in FORMS if entry.name == name)
 
 
-def make(folder: Path, plain: Path, form: Form) -> Made:
-    """Writes `plain` in a form to folder/form, and its values to folder/plain."""
+def make(folder: Path, plain: Path, form: Form, *, left_out: str | None = None) -> Made:
+    """Writes `plain` in a form to folder/form, and its values to folder/plain. left_out: how the names begin
+    of matrices that stay plain."""
     generator = torch.Generator().manual_seed(5)
     packed, values = folder / "form", folder / "plain"
     shutil.copytree(plain, packed)
@@ -220,6 +221,8 @@ def make(folder: Path, plain: Path, form: Form) -> Made:
     is_conv1d = json.loads((plain / "config.json").read_text())["model_type"] == "gpt2"
     for name, tensor in load_file(plain / "model.safetensors").items():
         of_values[name] = of_form[name] = tensor
+        if left_out is not None and name.startswith(left_out):
+            continue
         if tensor.ndim == 2 and ("layers." in name or ".h." in name):
             parts, found = form.pack(tensor.T.contiguous() if is_conv1d else tensor, generator)
             del of_form[name]

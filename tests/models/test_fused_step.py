@@ -12,8 +12,9 @@ from tests.models import checkpoints
 from tests.models.families import CORE, FAMILIES
 from tests.models.loading import logits_of
 from tests.models.paging import PagedModel
+from tests.models.quantized_checkpoints import form, make
 from tests.unit.kernels.builds import PACKED, build
-from workers.kernels import FusedStep, Kernels, StepModel
+from workers.kernels import FusedStep, Kernels, Quantization, StepModel
 from workers.kernels.native import CpuKernels
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import load_decoder
@@ -42,10 +43,10 @@ class OneByOne(CpuKernels):
         return None
 
 
-def model_with(folder: Path, kernels: Kernels) -> PagedModel:
+def model_with(folder: Path, kernels: Kernels, quantization: Quantization = Quantization.NONE) -> PagedModel:
     checkpoint = Checkpoint(folder)
     cpu = torch.device("cpu")
-    decoder = load_decoder(checkpoint, torch.bfloat16, cpu, TensorParallel(), kernels)
+    decoder = load_decoder(checkpoint, torch.bfloat16, cpu, TensorParallel(), kernels, quantization)
     return PagedModel(decoder, dtype=torch.bfloat16)
 
 
@@ -61,6 +62,21 @@ def test_fused_equals_single_operators(name: str, kernels: str, family_folder: C
         assert torch.equal(logits_of(fused, text, chunk=chunk), logits_of(single, text, chunk=chunk))
     prompts = checkpoints.graded_prompts()
     assert fused.greedy(prompts, 20, chunk=7) == single.greedy(prompts, 20)
+
+
+@pytest.mark.parametrize("kernels", PACKED)
+@pytest.mark.parametrize("left_out", ["model.layers.0.", "model.layers.0.mlp.down_proj", "model.layers.1."])
+def test_layers_of_several_formats(
+    left_out: str, kernels: str, family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """More rows than threads: these are prepared in a buffer that all layers share."""
+    folder = make(tmp_path, family_folder("llama"), form("gptq"), left_out=left_out).folder
+    fusing = Fusing(build(kernels), torch.bfloat16)
+    fused = model_with(folder, fusing, Quantization.AUTO)
+    assert fusing.has_fused
+    single = model_with(folder, OneByOne(build(kernels), torch.bfloat16), Quantization.AUTO)
+    text = checkpoints.prompt_ids(50)
+    assert torch.equal(logits_of(fused, text), logits_of(single, text))
 
 
 @pytest.mark.parametrize("kernels", PACKED[:1])

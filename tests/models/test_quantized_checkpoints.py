@@ -94,6 +94,16 @@ def test_codes_of_4_bits_stay_as_they_are(name: str, made: Maker) -> None:
     checkpoint = made("llama", name)
     plain = load_file(checkpoint.plain / SINGLE_FILE)
     with WeightReader(Checkpoint(checkpoint.folder), torch.bfloat16, CPU) as reader:
+@pytest.mark.parametrize("left_out", ["model.layers.0.", "model.layers.1.mlp.down_proj"])
+def test_layers_left_out_are_read_as_they_are(
+    left_out: str, family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checkpoint = make(tmp_path, family_folder("llama"), form("gptq_asymmetric"), left_out=left_out)
+    wanted = Oracle(checkpoint.plain).logits(TEXT)
+    found = logits_of(paged_model(checkpoint.folder, quantization=Quantization.AUTO), TEXT)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
         for matrix in (GATE, DOWN, OUTPUT):
             kept = reader.kept(matrix)
             assert kept is not None and kept.quantization is Quantization.INT4

@@ -72,9 +72,10 @@ struct StepScratch {
     grow(wide, tokens * 3 * m.inner);
     for (const PackedWeights& w : {m.layers[0].output, m.layers[0].down})
       if (const size_t wanted = size_t(w.order.nodes() * tokens * m.hidden); m.collective && nodes.size() < wanted) nodes.resize(wanted);
-    size_t row_bytes = 0;
-    for (const PackedWeights& w : {m.layers[0].qkv, m.layers[0].output, m.layers[0].up, m.layers[0].down, m.head})
-      if (is_quantized(w)) row_bytes = std::max(row_bytes, input_bytes(w));
+    size_t row_bytes = 0;  // the most of any: layers may differ in their formats
+    auto consider = [&](const PackedWeights& w) { if (is_quantized(w)) row_bytes = std::max(row_bytes, input_bytes(w)); };
+    for (long l = 0; l < m.num_layers; l++) consider(m.layers[l].qkv), consider(m.layers[l].output), consider(m.layers[l].up), consider(m.layers[l].down);
+    consider(m.head);
     if (prepared.size() < size_t(tokens) * row_bytes) prepared.resize(size_t(tokens) * row_bytes);
     if (long(drawing.size()) < team) drawing.resize(team);
     const long wanted = (m.num_layers + 1) * 5 * team;
