@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,6 +50,23 @@ def test_values_are_those_of_a_start_that_quantizes(
     out = quantized(source, form, tmp_path / "out")
     made = Checkpoint(out)
     assert made.kept == (form.value, "int8") and not made.is_tied
+    wanted = logits_of(paged_model(source, quantization=form), TEXT)
+    found = logits_of(paged_model(out, quantization=Quantization.AUTO), TEXT)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_head_that_the_files_call_otherwise_is_written(
+    form: Quantization, family_folder: Folders, tmp_path: Path
+) -> None:
+    """GPT-NeoX as transformers 5 saves it."""
+    source = Path(shutil.copytree(family_folder("gpt_neox"), tmp_path / "source"))
+    tensors = load_file(source / SINGLE_FILE)
+    head = next(name for name in ("lm_head.weight", "embed_out.weight") if name in tensors)
+    tensors["lm_head.weight"] = tensors.pop(head)
+    save_file(tensors, source / SINGLE_FILE, metadata={"format": "pt"})
+    out = quantized(source, form, tmp_path / "out")
+    assert "embed_out.codes" in Checkpoint(out).tensors
     wanted = logits_of(paged_model(source, quantization=form), TEXT)
     found = logits_of(paged_model(out, quantization=Quantization.AUTO), TEXT)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
@@ -101,6 +119,18 @@ def test_codes_of_gptq_come_over_as_they_are(family_folder: Folders, tmp_path: P
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
     with pytest.raises(CheckpointError, match="is quantized already"):
         quantized(out, Quantization.INT8, tmp_path / "again")
+
+
+def test_an_embedding_in_few_bits_is_refused(
+    family_folder: Folders, tmp_path: Path, no_leftovers: Path
+) -> None:
+    source = make(tmp_path, family_folder("llama"), checkpoint_form("fp8")).folder
+    tensors = load_file(source / SINGLE_FILE)
+    name = "model.embed_tokens.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(())}
+    save_file(tensors, source / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name} is stored in few bits, which cannot be written"):
+        quantized(source, Quantization.INT8, no_leftovers / "out")
 
 
 def test_errors_say_how_far_each_matrix_is_off(family_folder: Folders, tmp_path: Path) -> None:

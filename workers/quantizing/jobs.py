@@ -8,6 +8,7 @@ from pathlib import Path
 
 from workers.kernels import Quantization
 from workers.model.checkpoint import Checkpoint
+from workers.model.errors import CheckpointError
 from workers.model.safetensors_header import TensorEntry
 from workers.quantizing.matrices import planned_parts
 from workers.quantizing.stream_writer import PlannedTensor
@@ -25,20 +26,26 @@ class Job:
 
 
 def jobs_of(checkpoint: Checkpoint, form: Quantization) -> dict[Path, list[Job]]:
-    """By file of the source, in their order there. Tensors without effect are left out."""
+    """By file of the source, in their order there. Tensors without effect are left out.
+
+    Raises CheckpointError for an embedding in few bits: what is written has one as values.
+    """
     names = checkpoint.spec.weights
+    _check_embeddings(checkpoint)
     head, embedding = f"{names.head}.weight", f"{checkpoint.prefix}{names.embedding}.weight"
     owners = {part: name for name in _linear(checkpoint) for part in _parts(checkpoint, name)}
     spare = {head, embedding} - {checkpoint.embedding_name} if checkpoint.is_tied else set()
     found: dict[Path, list[Job]] = {}
     begun: set[str] = set()
-    for stored in sorted(checkpoint.tensors.values(), key=lambda stored: (stored.file, stored.entry.start)):
+    # By the model's names: those in the files may be other ones (`WeightNames.renamed`).
+    in_order = sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].entry.start))
+    for name, stored in in_order:
         entry, jobs = stored.entry, found.setdefault(stored.file, [])
-        if entry.name in spare or checkpoint.is_idle(entry.name):
+        if name in spare or checkpoint.is_idle(name):
             continue
-        matrix = owners.get(entry.name)
+        matrix = owners.get(name)
         # A head that stands for the embedding too is copied under the embedding's name.
-        copy = embedding if entry.name == checkpoint.embedding_name else entry.name
+        copy = embedding if name == checkpoint.embedding_name else name
         if matrix is None:
             jobs.append(Job(entry=entry, copy=copy))
         elif matrix not in begun:
@@ -73,6 +80,19 @@ def _linear(checkpoint: Checkpoint) -> list[str]:
         name for name, shape in checkpoint.shapes.items() if len(shape) == 2 and checkpoint.is_of_layer(name)
     ]
     return [*layers, checkpoint.head_name]
+
+
+def _check_embeddings(checkpoint: Checkpoint) -> None:
+    """Of tokens and of positions: what is no matrix of a layer and not the head."""
+    head = f"{checkpoint.spec.weights.head}.weight"
+    for name, shape in checkpoint.shapes.items():
+        if name == head or len(shape) != 2 or checkpoint.is_of_layer(name):
+            continue
+        if checkpoint.stem(name) is not None:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {name} is stored in few bits, which cannot be written: "
+                "quantize the folder that it was made of"
+            )
 
 
 def _parts(checkpoint: Checkpoint, name: str) -> list[str]:
