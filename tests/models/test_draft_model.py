@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models import checkpoints
 from tests.models.draft_folders import SHARED, random_draft, with_token_ids, without_shared
 from tests.models.engine_groups import GREEDY, Answer, Client, InNoTime, group_config, start_group
+from tests.models.quantized_checkpoints import form, make
 from tests.models.served import PROMPTS
 from workers.config import SpeculativeConfig
+from workers.kernels import Quantization
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
+from workers.model.files import SINGLE_FILE
+from workers.quantizing.folder import quantize_folder
 from workers.runtime.errors import RankConfigError
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank import Leader
@@ -168,6 +173,21 @@ def test_what_is_left_out_is_the_models(family_folder: FamilyFolder, tmp_path: P
         assert {name for name, stored in draft.tensors.items() if stored.file.parent == folder} == {*names}
     tied = family_folder("llama_tied")
     assert Checkpoint(tied, model).head_name == "model.embed_tokens.weight"  # its own: nothing is left out
+
+
+def test_a_head_in_few_bits_is_its_own_and_is_not_lent(family_folder: FamilyFolder, tmp_path: Path) -> None:
+    folder, out = family_folder("llama"), tmp_path / "out"
+    quantize_folder(Checkpoint(folder), Quantization.INT8, out, lambda line: None)
+    draft = Checkpoint(out, Checkpoint(folder))
+    assert {stored.file.parent for stored in draft.tensors.values()} == {out}
+    lender = make(tmp_path, folder, form("fp8")).folder
+    tensors = load_file(lender / SINGLE_FILE)
+    values = {"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}
+    scale = {"lm_head.weight_scale": torch.ones(())}
+    save_file({**tensors, **values, **scale}, lender / SINGLE_FILE, metadata={"format": "pt"})
+    headless = without_shared(folder, tmp_path / "headless", SHARED[2:])
+    with pytest.raises(CheckpointError, match=rf"{headless} has no lm_head\.weight, and that of .* few bits"):
+        Checkpoint(headless, Checkpoint(lender))
 
 
 def test_folders_that_do_not_fit_are_refused(family_folder: FamilyFolder, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Checkpoint:
         self._headers = read_weight_headers(self.folder)
         own = _collect(self._headers, self.spec.weights)
         self.has_draft_token_ids = lender is not None and DRAFT_TOKEN_IDS in own
-        lent = {} if lender is None else lent_tensors(self.folder, self.spec, own, lender)
+        lent = {} if lender is None else lent_tensors(self.folder, self.spec, self.layout, own, lender)
         self.tensors: Mapping[str, StoredTensor] = {**own, **lent}
         self.entries: Entries = {name: stored.entry for name, stored in self.tensors.items()}
         self.prefix = self._stored_prefix()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from workers.model.architecture import ModelSpec, NormKind
 from workers.model.errors import CheckpointError
+from workers.model.formats.expected import stem_in
+from workers.model.formats.layouts import Layout
 from workers.model.safetensors_header import TensorEntry
 
 if TYPE_CHECKING:
@@ -24,11 +26,17 @@ DRAFT_TOKEN_IDS = "draft_token_ids"
 
 
 def lent_tensors(
-    folder: Path, spec: ModelSpec, own: Mapping[str, StoredTensor], lender: Checkpoint
+    folder: Path,
+    spec: ModelSpec,
+    layout: Layout | None,
+    own: Mapping[str, StoredTensor],
+    lender: Checkpoint,
 ) -> dict[str, StoredTensor]:
-    """What the folder leaves out and `lender` has, by the names that the folder would use.
+    """What the folder leaves out and `lender` has, by the names that the folder would use. layout: of the
+    folder's matrices in few bits.
 
-    Raises CheckpointError when the two have other vocabularies, or other hidden sizes where one is lent.
+    Raises CheckpointError when the two have other vocabularies, or other hidden sizes where one is lent, and
+    for a matrix that the lender has in few bits.
     """
     if spec.vocab_size != lender.spec.vocab_size:
         raise CheckpointError(
@@ -40,20 +48,21 @@ def lent_tensors(
         prefix = ""
     embedding, norm = f"{prefix}{names.embedding}.weight", f"{prefix}{names.final_norm}.weight"
     head = f"{names.head}.weight"
-    theirs = lender.spec.weights
     has_tie = spec.tie_word_embeddings and (embedding in own or head in own)  # one is enough
+    entries = {name: stored.entry for name, stored in own.items()}
     found: dict[str, StoredTensor] = {}
-    if embedding not in own and not has_tie:
-        found[embedding] = lender.tensors[lender.embedding_name]
-    if head not in own and not has_tie:
-        if lender.head_name not in lender.tensors:
+    for name, theirs in ((embedding, lender.embedding_name), (head, lender.head_name)):
+        if name in own or has_tie or stem_in(name, layout, entries) is not None:
+            continue
+        if lender.stem(theirs) is not None:
             raise CheckpointError(
-                f"{folder} has no {head}, and that of {lender.folder} is stored in few bits, which is not "
-                f"lent: a draft model needs {head} of its own there"
+                f"{folder} has no {name}, and that of {lender.folder} is stored in few bits, which is not "
+                f"lent: a draft model needs {name} of its own there"
             )
-        found[head] = lender.tensors[lender.head_name]
+        found[name] = lender.tensors[theirs]
     if norm not in own and _norm_of(spec) == _norm_of(lender.spec):
-        their_norm = lender.stored_name(f"{theirs.prefix}{theirs.final_norm}.weight")
+        of_lender = lender.spec.weights
+        their_norm = lender.stored_name(f"{of_lender.prefix}{of_lender.final_norm}.weight")
         found[norm] = lender.tensors[their_norm]
         if spec.norm_bias:
             bias = their_norm.removesuffix("weight") + "bias"
