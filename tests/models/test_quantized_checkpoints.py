@@ -149,6 +149,41 @@ def test_auto_is_none_where_nothing_is_in_few_bits(made: Maker, family_folder: C
         for folder in (family_folder("llama"), made("llama", "fp8").folder, made("llama", "awq").folder)
     )
     settings = ("auto", "none", "int8", "int4")
+@pytest.mark.parametrize("name", KEPT)
+def test_two_ranks_compute_with_the_codes(name: str, made: Maker, two_ranks: dict[str, Found]) -> None:
+    """Their parts of the outputs of a matrix, and of its inputs where those begin with a group."""
+    wanted = Oracle(made("llama", name).plain).logits(TEXT)
+    error = (two_ranks[f"{name} kept"].logits[0] - wanted).abs()
+    assert float(error.mean()) < 0.04 and float(error.max()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "setting", "said"),
+    [
+        ("gptq", None, "auto", None),
+        ("gptq_order", None, "none", None),
+        ("gptq_order", None, "int8", None),
+        ("gptq_order", None, "auto", "14 matrices of rank 0 are held in bfloat16:"),
+        ("gptq_order", None, "int4", "14 matrices of rank 0 are held in int4, rounded once more:"),
+        # Queries, keys and values are held together.
+        ("gptq", "model.layers.0.self_attn.q_proj", "auto", "2 matrices of rank 0 are held in bfloat16:"),
+    ],
+)
+def test_the_log_says_what_did_not_keep_its_codes(
+    name: str,
+    left_out: str | None,
+    setting: str,
+    said: str | None,
+    family_folder: Callable[[str], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = make(tmp_path, family_folder("llama"), form(name), left_out=left_out).folder
+    paged_model(folder, dtype=torch.bfloat16, quantization=Quantization(setting))
+    lines = [record.getMessage() for record in caplog.records if record.name == "workers.model.loader"]
+    assert len(lines) == (said is not None) and all(f"{folder}: {said}" in line for line in lines)
+
+
     assert [plain.quantization(setting) for setting in settings] == ["none", "none", "int8", "int4"]
     assert [fp8.quantization(setting) for setting in settings] == ["none", "none", "int8", "int4"]
     assert [awq.quantization(setting) for setting in settings] == list(settings)

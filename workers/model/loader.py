@@ -44,14 +44,14 @@ def load_weights(
     check_tensor_parallel(checkpoint.spec, parallel.size)
     with WeightReader(checkpoint, dtype, device) as reader:
         loader = _Loader(checkpoint, reader, kernels, parallel, quantization, dtype)
-        # A GPU's products and collectives take orders of their own; quantized inputs have the rank's scales.
-        if device.type == "cpu" and not loader.may_be_quantized:
-            loader.orders = orders_of_rank(checkpoint.spec, parallel.rank, parallel.size)
         weights = loader.load(device)
-    if reader.num_not_kept:
+    if loader.num_not_kept:
+        is_auto = quantization is Quantization.AUTO
+        form = str(dtype).removeprefix("torch.") if is_auto else f"{quantization.value}, rounded once more"
         _log.warning(
-            "%s: %d matrices of rank %d are held in %s: their groups of inputs fit no form of few bits there",
-            *(checkpoint.folder, reader.num_not_kept, parallel.rank, str(dtype).removeprefix("torch.")),
+            "%s: %d matrices of rank %d are held in %s: their codes, or what is held with them, fit no form "
+            "of few bits there",
+            *(checkpoint.folder, loader.num_not_kept, parallel.rank, form),
         )
     return weights
 
@@ -80,18 +80,18 @@ class _Loader:
         # With an offset, weights are near it: bfloat16 would round away what tells them from it.
         self._norm_dtype = torch.float32 if spec.norm_offset else dtype
         self._norm_kernels = kernels if self._norm_dtype == dtype else TorchKernels()
-        self.orders: RankOrders | None = None  # of row-parallel products; None: as kernels and collectives do
-
-    @property
-    def may_be_quantized(self) -> bool:
-        """Whether some matrices may be, of this rank or another."""
-        if self._quantization is Quantization.AUTO:
-            return self._checkpoint.kept is not None and self._dtype is not torch.float32
-        return self._quantization is not Quantization.NONE
+        self._orders: RankOrders | None = None  # of row-parallel products; None: as kernels like
+        kept = checkpoint.kept
+        self._keeps_layers = kept is not None and self._keeps(quantization, kept.layers)
+        self._keeps_head = kept is not None and self._keeps(quantization.of_head, kept.head)
+        self.num_not_kept = 0  # matrices whose codes were wanted as the files have them, and could not stay
 
     def load(self, device: torch.device) -> DecoderWeights:
         spec, checkpoint, names = self._spec, self._checkpoint, self._spec.weights
         size = self._parallel.size
+        # A GPU's products and collectives take orders of their own; quantized inputs have the rank's scales.
+        if device.type == "cpu" and not self._may_be_quantized():
+            self._orders = orders_of_rank(spec, self._parallel.rank, size)
         positions = None
         if spec.learned_positions:
             positions = self._reader.rows(checkpoint.stored_name(f"{names.prefix}{names.positions}.weight"))
@@ -115,6 +115,12 @@ class _Loader:
             head=VocabParallelHead(packed_head, tuple(widths), self._parallel),
             head_ids=head_ids,
         )
+
+    def _may_be_quantized(self) -> bool:
+        """Whether some matrices may be, of this rank or another."""
+        if self._quantization is Quantization.AUTO:
+            return self._checkpoint.kept is not None and self._dtype is not torch.float32
+        return self._quantization is not Quantization.NONE
 
     def _layer(self, index: int) -> Layer:
         spec, names = self._spec, self._spec.weights
@@ -143,7 +149,7 @@ class _Loader:
                 name(names.output),
                 self._spans.queries,
                 spec.output_bias,
-                None if self.orders is None else self.orders.output,
+                None if self._orders is None else self._orders.output,
             ),
             attention_post_norm=self._norm(name(names.attention_post_norm)) if is_after else None,
             mlp_norm=mlp_norm,
@@ -163,7 +169,7 @@ class _Loader:
                 names.of_layer(index, names.down),
                 self._spans.inner,
                 spec.mlp_bias,
-                None if self.orders is None else self.orders.down,
+                None if self._orders is None else self._orders.down,
             ),
         )
 
@@ -206,7 +212,12 @@ class _Loader:
 
     def _head(self) -> torch.Tensor | QuantizedWeight:
         name, rows = self._checkpoint.head_name, self._spans.vocab
-        return self._kept(name, [rows], None, self._quantization.of_head) or self._reader.rows(name, rows)
+        if self._keeps_head:
+            kept = self._kept(name, [rows], None, self._quantization.of_head)
+            if kept is not None:
+                return kept
+            self.num_not_kept += self._checkpoint.stem(name) is not None
+        return self._reader.rows(name, rows)
 
     def _pack(
         self,
@@ -243,23 +254,28 @@ class _Loader:
         """Some outputs of some matrices, one below the other: with the codes of the files where all of them
         have some of one form, else as values. Without spans: all outputs."""
         stored = [(self._checkpoint.stored_name(f"{name}.weight"), spans or None) for name, spans in parts]
-        kept = [self._kept(name, spans, inputs, self._quantization) for name, spans in stored]
-        coded = [weight for weight in kept if weight is not None]
-        if len(coded) == len(kept) and len({weight.quantization for weight in coded}) == 1:
-            return stack(coded)
+        if self._keeps_layers:
+            kept = [self._kept(name, spans, inputs, self._quantization) for name, spans in stored]
+            coded = [weight for weight in kept if weight is not None]
+            if len(coded) == len(kept) and len({weight.quantization for weight in coded}) == 1:
+                return stack(coded)
+            self.num_not_kept += sum(self._checkpoint.stem(name) is not None for name, _ in stored)
         return self._reader.joined(stored, inputs=inputs, inputs_first=self._spec.weights.inputs_first)
 
     def _kept(
         self, stored: str, outputs: Sequence[range] | None, inputs: range | None, wanted: Quantization
     ) -> QuantizedWeight | None:
-        """The codes of the files, where they have any in the wanted form. In float32 there is nothing to gain
-        from them: products take whole values there, and these are exact."""
-        forms = self._checkpoint.kept
-        is_auto = wanted is Quantization.AUTO
-        if forms is None or (self._dtype is torch.float32 if is_auto else wanted.value not in forms):
-            return None
+        """The codes of the files, where they have any in the wanted form."""
         found = self._reader.kept(stored, outputs=outputs, inputs=inputs)
-        return found if found is not None and (is_auto or found.quantization is wanted) else None
+        is_wanted = wanted is Quantization.AUTO or (found is not None and found.quantization is wanted)
+        return found if is_wanted else None
+
+    def _keeps(self, wanted: Quantization, stored: str) -> bool:
+        """Whether codes stay that the files have in the form `stored`. In float32 there is nothing to gain
+        from codes that nobody asked for: products take whole values there, and these are exact."""
+        if wanted is Quantization.AUTO:
+            return self._dtype is not torch.float32
+        return wanted is not Quantization.NONE and wanted.value == stored
 
     def _vector(
         self, name: str, spans: Sequence[range] | None = None, dtype: torch.dtype | None = None

@@ -35,7 +35,6 @@ class WeightReader:
         self._dtype = dtype
         self._device = device
         self._files = TensorFiles(checkpoint.tensors)
-        self.num_not_kept = 0  # matrices in few bits that no form of the kernels could hold
 
     def __enter__(self) -> WeightReader:
         return self
@@ -128,7 +127,6 @@ class WeightReader:
         parts = [part.kept() for part in self._parts(name, (None,) if outputs is None else outputs, inputs)]
         found = [part for part in parts if part is not None]
         if len(found) < len(parts):
-            self.num_not_kept += 1
             return None
         whole = stack(found)
         for tensor in (whole.scales, whole.minima):
