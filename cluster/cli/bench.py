@@ -82,7 +82,7 @@ def calibrate(
         settings = EngineSettings(
             model=str(folder),
             dtype=dtype,
-            quantization=_form_of(folder, quantization),
+            quantization=_form_of(folder, quantization, dtype),
             tensor_parallel=tensor_parallel,
         )
         order = CalibrateOrder(engine=settings, seconds=seconds)
@@ -127,7 +127,7 @@ def sweep(
         settings = EngineSettings(
             model=str(folder),
             dtype=dtype,
-            quantization=_form_of(folder, quantization),
+            quantization=_form_of(folder, quantization, dtype),
             tensor_parallel=tensor_parallel,
             max_running=max(sizes),
             max_step_tokens=max(512, *sizes),
@@ -189,7 +189,7 @@ def _check_fit(folder: Path, dtype: str, *, prompt: int = 1, output: int = 1, ra
         )
 
 
-def _form_of(folder: Path, quantization: str) -> str:
+def _form_of(folder: Path, quantization: str, dtype: str) -> str:
     """`--quantization` without `auto`. Raises UsageError, and CommandFailed for a folder that cannot be
     opened."""
     if quantization not in _QUANTIZATIONS:
@@ -197,7 +197,7 @@ def _form_of(folder: Path, quantization: str) -> str:
     if quantization != "auto":
         return quantization
     try:
-        return Checkpoint(folder).nearest_quantization(quantization)
+        return Checkpoint(folder).forms(quantization, dtype).layers
     except CheckpointError as error:
         raise CommandFailed(str(error)) from error
 

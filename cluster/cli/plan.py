@@ -126,7 +126,7 @@ def plan(
             shape = Shape(
                 context=context,
                 dtype=dtype,
-                quantization=found.quantization(quantization),
+                quantization=found.quantization(quantization, dtype),
                 cache=CacheConfig(block_size=block_size, dtype=kv_dtype),
                 schedule=ScheduleConfig(max_running=max_running, max_step_tokens=step_tokens),
             )

@@ -73,11 +73,11 @@ class PlannedModel:
     def num_parameters(self) -> int:
         return num_parameters(self.spec, is_tied=self.is_tied)
 
-    def quantization(self, setting: str) -> str:
-        """`model.quantization` without `auto`."""
+    def quantization(self, setting: str, dtype: str) -> str:
+        """`model.quantization` without `auto`, of a model that computes in `dtype`."""
         if self.checkpoint is None:
             return "none" if setting == "auto" else setting
-        return self.checkpoint.nearest_quantization(setting)
+        return self.checkpoint.forms(setting, dtype).layers
 
     def model_hash(self, quantization: str) -> str | None:
         """Under which a calibration is kept; None without weights."""

@@ -197,6 +197,16 @@ def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
 
 
+def test_forms_in_which_weights_are_held(made: Maker, family_folder: Callable[[str], Path]) -> None:
+    plain, awq = Checkpoint(family_folder("llama")), Checkpoint(made("llama", "awq").folder)
+    settings = ("auto", "none", "int8", "int4")
+    explicit = [("none", "none"), ("int8", "int8"), ("int4", "int8")]
+    for dtype in ("bfloat16", "float32"):
+        assert [plain.forms(setting, dtype) for setting in settings] == [("none", "none"), *explicit]
+    assert [awq.forms(setting, "bfloat16") for setting in settings] == [("int4", "none"), *explicit]
+    assert [awq.forms(setting, "float32") for setting in settings] == [("none", "none"), *explicit]
+
+
 @pytest.fixture
 def fresh(tmp_path: Path, family_folder: Callable[[str], Path]) -> Callable[[str], Path]:
     """A llama checkpoint in a form, to be damaged."""

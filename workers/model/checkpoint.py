@@ -102,11 +102,12 @@ class Checkpoint:
         """`ModelConfig.quantization` for this checkpoint: `auto` is `none` where nothing is in few bits."""
         return "none" if setting == "auto" and self.kept is None else setting
 
-    def nearest_quantization(self, setting: str) -> str:
-        """`ModelConfig.quantization` as one form of all layers: for counting bytes, and for measuring."""
+    def forms(self, setting: str, dtype: str) -> Kept:
+        """In which most of the layers and the head are held under `ModelConfig.quantization`, where the model
+        computes in `dtype`. In float32 `auto` holds values (`workers.model.loader`)."""
         if setting != "auto":
-            return setting
-        return "none" if self.kept is None else self.kept.layers
+            return Kept(setting, "int8" if setting == "int4" else setting)  # as Quantization.of_head
+        return Kept("none", "none") if self.kept is None or dtype == "float32" else self.kept
 
     def stem(self, name: str) -> str | None:
         """Of a matrix that a plain checkpoint has as `name`, where this one stores it in few bits."""

@@ -260,12 +260,9 @@ class RankModel:
 
     def _forms(self) -> WeightForms:
         """What most of the weights are held in."""
-        kept = self._checkpoint.kept
-        if self._quantization is not Quantization.AUTO:
-            return WeightForms(self._quantization, self._quantization.of_head)
-        if kept is None or self._dtype is torch.float32:
-            return WeightForms(Quantization.NONE, Quantization.NONE)
-        return WeightForms(Quantization(kept.layers), Quantization(kept.head))
+        dtype = str(self._dtype).removeprefix("torch.")
+        layers, head = self._checkpoint.forms(self._quantization.value, dtype)
+        return WeightForms(Quantization(layers), Quantization(head))
 
     def _form(self, spec: ModelSpec, rank: int | None = None) -> CacheForm:
         """Of a rank's pool of this model; None: of all its heads. Raises RankConfigError for pages that have
