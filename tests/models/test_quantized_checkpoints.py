@@ -226,6 +226,13 @@ def test_parts_that_do_not_fit_are_listed_together(fresh: Callable[[str], Path])
     change(folder, "model.layers.0.mlp.down_proj.qzeros", lambda zeros: zeros.float())
     change(folder, "model.layers.1.mlp.up_proj.qweight", lambda codes: codes[1:].clone())
     with pytest.raises(CheckpointError) as caught:
+def test_a_bias_of_zeros_has_the_size_of_the_matrix(fresh: Callable[[str], Path]) -> None:
+    folder, name = fresh("gptq"), "model.layers.1.mlp.up_proj.bias"
+    change(folder, name, lambda bias: bias.repeat(2))
+    with pytest.raises(CheckpointError, match=f"not part of this model: {name}"):
+        Checkpoint(folder)
+
+
         Checkpoint(folder)
     assert str(caught.value) == (
         f"{folder}: 3 differences between config.json and the weight files:\n"

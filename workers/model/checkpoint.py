@@ -1,6 +1,7 @@
 """A model folder in Hugging Face layout: config, end ids, and which tensor lies in which safetensors file.
 
-Opening one reads JSON and headers only and checks them as hostile input. No torch, no pickle, and never code
+Opening one reads JSON and headers, and of tensors those alone whose content decides whether they count: two
+that may be one, biases that may be zero. All is checked as hostile input. No torch, no pickle, and never code
 from the folder. Weights are read by `workers.model.weights`.
 """
 
@@ -24,6 +25,7 @@ from workers.model.lending import DRAFT_TOKEN_IDS, lent_tensors, problem_with_id
 from workers.model.names import WeightNames
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
 from workers.model.spec import spec_from_config
+from workers.regular_file import open_regular
 
 _log = logging.getLogger(__name__)
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -255,11 +257,13 @@ class Checkpoint:
         writes for every matrix."""
         if self.spec.weights.is_buffer(name) or (self.layout is not None and self.layout.is_ignored(name)):
             return True
-        stem = name.removesuffix(".bias")
-        if stem == name or self.stem(f"{stem}.weight") is None:
+        stem, stored = name.removesuffix(".bias"), self.tensors[name]
+        matrix = f"{stem}.weight"
+        if stem == name or matrix not in self.shapes or self.stem(matrix) is None:
             return False
-        stored = self.tensors[name]
-        with stored.file.open("rb") as stream:
+        if stored.entry.shape != self.matrix_shape(matrix)[:1]:  # of any size: nothing to read
+            return False
+        with open_regular(stored.file) as stream:
             stream.seek(stored.entry.start)
             return not any(stream.read(stored.entry.stop - stored.entry.start))
 
