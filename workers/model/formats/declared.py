@@ -1,4 +1,8 @@
-"""What `quantization_config` in a config.json says about the files. Anything that is not read is refused."""
+"""What `quantization_config` in a config.json says about the files.
+
+A method, a format or a setting that gives weights another meaning than those read here is refused; keys that
+are not known are ignored.
+"""
 
 from __future__ import annotations
 
@@ -88,11 +92,14 @@ def _group_size(section: ConfigFields, key: str) -> int | None:
 
 
 def _block(section: ConfigFields) -> tuple[int, int] | None:
-    if not section.has("weight_block_size"):
-        return None
-    sizes = section.integers("weight_block_size", low=1, high=_MAX_BLOCK)
+    key = "weight_block_size"
+    return _sizes(section, key, f"config.json: {SECTION}") if section.has(key) else None
+
+
+def _sizes(fields: ConfigFields, key: str, where: str) -> tuple[int, int]:
+    sizes = fields.integers(key, low=1, high=_MAX_BLOCK)
     if len(sizes) != 2:
-        raise CheckpointError(f"config.json: {SECTION}: weight_block_size must be two sizes; got {sizes}")
+        raise CheckpointError(f"{where}: {key} must be two sizes; got {sizes}")
     return sizes[0], sizes[1]
 
 
@@ -101,6 +108,8 @@ def _compressed(section: ConfigFields) -> Layout:
     form = section.text("format", "unknown")
     if form not in ("float-quantized", "naive-quantized"):
         raise _refused(f"compressed-tensors of format {form[:40]!r}")
+    if section.section("transform_config"):
+        raise _refused("compressed-tensors with rotations at run time (`transform_config`)")
     blocks: set[tuple[int, int] | None] = set()
     groups = ConfigFields(section.section("config_groups"), f"config.json: {SECTION}: config_groups")
     for name in section.section("config_groups"):
@@ -111,8 +120,7 @@ def _compressed(section: ConfigFields) -> Layout:
             raise _refused("compressed-tensors with weights that are not floats of 8 bits")
         strategy = scheme.text("strategy", "tensor")
         if strategy == "block":
-            sizes = scheme.integers("block_structure", low=1, high=_MAX_BLOCK)
-            blocks.add((sizes[0], sizes[-1]))
+            blocks.add(_sizes(scheme, "block_structure", f"{where}.weights"))
         elif strategy in ("tensor", "channel"):
             blocks.add(None)
         else:

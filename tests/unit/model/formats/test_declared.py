@@ -43,6 +43,7 @@ def test_no_section_is_a_plain_checkpoint() -> None:
         ({"quant_method": "fp8", "activation_scheme": "static"}, Fp8Layout(block=None)),
         (compressed(), Fp8Layout(block=None)),
         (compressed(strategy="block", block_structure=[128, 128]), Fp8Layout(block=(128, 128))),
+        ({**compressed(), "transform_config": {}}, Fp8Layout(block=None)),
         (
             {"quant_method": "tandem", "version": 1, "layers": "int4", "head": "int8"},
             TandemLayout(forms=Kept("int4", "int8")),
@@ -75,6 +76,10 @@ def test_what_is_read(section: dict[str, object], wanted: object) -> None:
             "compressed-tensors of format 'pack-quantized'",
         ),
         (compressed(type="int"), "compressed-tensors with weights that are not floats of 8 bits"),
+        (
+            {**compressed(), "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            "compressed-tensors with rotations at run time (`transform_config`)",
+        ),
         (compressed(strategy="group"), "compressed-tensors with a scale for every 'group'"),
         (
             {"quant_method": "tandem", "version": 2, "layers": "int4", "head": "int8"},
@@ -102,6 +107,10 @@ def test_what_is_refused_by_name(section: dict[str, object], what: str) -> None:
             "weight_block_size must be two sizes; got [128]",
         ),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size must be integers from 1"),
+        (
+            compressed(strategy="block", block_structure=[1, 2, 3]),
+            "config_groups.group_0.weights: block_structure must be two sizes; got [1, 2, 3]",
+        ),
         (compressed(strategy="block"), "config_groups.group_0.weights lacks block_structure"),
     ],
 )
