@@ -207,6 +207,10 @@ def test_files_of_the_bare_model_with_old_buffers(tmp_path: Path) -> None:
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
     torch.testing.assert_close(logits_of(paged_model(folder), TEXT), wanted, atol=1e-4, rtol=0)
+    tensors["h.2.attn.c_attn.bias"] = torch.ones(192)  # no mask: of a layer too many
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"not part of this model: h\.2\.attn\.c_attn\.bias"):
+        Checkpoint(folder)
 
 
 @pytest.mark.parametrize(

@@ -56,4 +56,4 @@ class WeightNames:
         return stored
 
     def is_buffer(self, name: str) -> bool:
-        return name.endswith(self.buffers) if self.buffers else False
+        return name.endswith(self.buffers)

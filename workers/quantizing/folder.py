@@ -26,7 +26,7 @@ from workers.model.formats.declared import SECTION, TANDEM, TANDEM_VERSION
 from workers.model.formats.layouts import TandemLayout
 from workers.model.weights import WeightReader
 from workers.quantizing.jobs import Job, jobs_of, plan_of
-from workers.quantizing.matrices import MatrixError, MatrixQuantizer
+from workers.quantizing.matrices import MatrixLoss, MatrixQuantizer
 from workers.quantizing.stream_writer import StreamWriter
 from workers.regular_file import open_regular
 
@@ -43,7 +43,7 @@ Report = Callable[[str], None]  # receives one line a phase
 
 def quantize_folder(
     checkpoint: Checkpoint, form: Quantization, out: Path, report: Report
-) -> list[MatrixError]:
+) -> list[MatrixLoss]:
     """Writes the folder `out`, which must not exist or be empty. The error of every matrix, in file order.
 
     Raises CheckpointError for weights that are not finite or not in the range of `form`, FileExistsError, and
@@ -80,8 +80,8 @@ def check_out(out: Path) -> None:
 
 def _write_weights(
     checkpoint: Checkpoint, jobs: Mapping[Path, list[Job]], folder: Path, report: Report
-) -> list[MatrixError]:
-    errors: list[MatrixError] = []
+) -> list[MatrixLoss]:
+    errors: list[MatrixLoss] = []
     weight_map: dict[str, str] = {}
     total = 0
     with WeightReader(checkpoint, torch.float32, torch.device("cpu")) as reader:

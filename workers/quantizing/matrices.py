@@ -20,7 +20,7 @@ _CHUNK = 1 << 23  # elements of a matrix in work at a time: 32 MB of float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixError:
+class MatrixLoss:
     """How far the values of a quantized matrix are from those of the checkpoint."""
 
     name: str
@@ -51,7 +51,7 @@ class MatrixQuantizer:
         self._checkpoint = checkpoint
         self._reader = reader
 
-    def write(self, name: str, stem: str, form: Quantization, writer: StreamWriter) -> MatrixError:
+    def write(self, name: str, stem: str, form: Quantization, writer: StreamWriter) -> MatrixLoss:
         """The matrix that a plain checkpoint has as `name`, as parts of `stem`. Raises CheckpointError for
         values that are not finite or that `form` does not hold, and OSError."""
         error = weight = 0.0
@@ -63,7 +63,7 @@ class MatrixQuantizer:
                 writer.append(f"{stem}.minima", quantized.minima)
             error += float((quantized.values() - values).square_().sum(dtype=torch.float64))
             weight += float(values.square().sum(dtype=torch.float64))
-        return MatrixError(name=f"{stem}.weight", relative=math.sqrt(error / weight) if weight else 0.0)
+        return MatrixLoss(name=f"{stem}.weight", relative=math.sqrt(error / weight) if weight else 0.0)
 
     def _chunks(self, name: str, form: Quantization) -> Iterator[tuple[QuantizedWeight, torch.Tensor]]:
         """(quantized rows, their values in the checkpoint), from the first to the last."""

@@ -12,6 +12,7 @@ from workers.model.families.common import (
     MAX_LAYERS,
     MAX_VOCAB,
     activation,
+    head_dim_of,
 )
 from workers.model.names import QkvLayout, WeightNames
 
@@ -30,7 +31,7 @@ GPT2_NAMES = WeightNames(
     up="mlp.c_fc",
     down="mlp.c_proj",
     inputs_first=True,
-    buffers=("attn.bias", "attn.masked_bias"),
+    buffers=(".attn.bias", ".attn.masked_bias"),
 )
 
 
@@ -40,9 +41,7 @@ def gpt2(fields: ConfigFields) -> ModelSpec:
     hidden = fields.integer("n_embd", high=MAX_HIDDEN)
     layers = fields.integer("n_layer", high=MAX_LAYERS)
     heads = fields.integer("n_head", high=MAX_HEADS)
-    if hidden % heads:
-        raise CheckpointError(f"config.json: n_embd {hidden} is not a multiple of n_head {heads}")
-    head_dim = hidden // heads
+    head_dim = head_dim_of(hidden, heads)
     scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
     return ModelSpec(
