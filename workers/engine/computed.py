@@ -4,7 +4,8 @@
     sealed      full, and offered to the prefix cache
     open        the last one
 
-    0 <= num_released <= num_sealed,   blocks in front of num_released belong to whoever has them now
+    0 <= num_released, and <= num_sealed where prefixes are reused (without, nothing is sealed);
+    blocks in front of num_released belong to whoever has them now
 
 Blocks are released in models whose every layer has a sliding window. A released block stays findable by its
 hash until it is evicted, as those of a finished request do.

@@ -1,4 +1,4 @@
-"""Operators of the decoder: a torch reference for any device, C++ for the CPU."""
+"""Operators of the decoder: a torch reference for any device, C++ for the CPU, Triton for GPUs."""
 
 from workers.kernels.batch import StepBatch, build_batch, check_range
 from workers.kernels.choose import kernels_for, load_library

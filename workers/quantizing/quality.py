@@ -1,6 +1,6 @@
 """How well a model foretells a fixed text: perplexity, exp of the mean negative log-probability of a token.
 
-The text comes with this package, two thousand tokens of English of several kinds and of Python, written for
+The text comes with this package, 1,700 tokens of English of several kinds and of Python, written for
 it, so that no model has seen it. It is scored in windows that do not overlap, by the engine as it serves.
 """
 

@@ -4,7 +4,7 @@
 // group is one online-softmax update (Milakov and Gimelshein 2018). A masked position gives probability exactly 0
 // and a wholly masked group changes nothing, so a row's result depends neither on the rows that share its tile
 // nor on how the prompt was cut. Rows are of T, float or bf16, the pages of S: T or int8. Sums and softmax are float,
-// and with AVX512-BF16 probabilities enter the second product as bf16.
+// and with AVX512-BF16 probabilities enter the second product with pages of bf16 as bf16.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -2,8 +2,8 @@
 //
 // Packed columns: the units of gemm.h; in a unit, 32 columns after 32 columns, [k / 32][2] tiles of [16 pairs][16
 // columns][2], zeros where k or the columns end. A sum runs over k tile after tile in the order of order.h, whatever the
-// number of rows: a row's result does not depend on its neighbours. Of several leaves each has whole tiles. (Inside a tile the first and the second products of the pairs are summed
-// apart, so the bits differ from those of gemm.h.)
+// number of rows: a row's result does not depend on its neighbours. Of several leaves each has whole tiles. (Inside a
+// tile the first and the second products of the pairs are summed apart, so the bits differ from those of gemm.h.)
 #pragma once
 #include "amx.h"
 #include "gemm.h"
