@@ -21,6 +21,7 @@ from workers.model.files import SINGLE_FILE
 from workers.model.weights import WeightReader
 
 NAMES = [entry.name for entry in FORMS]
+KEPT = ["gptq", "awq"]  # whose codes stay in bfloat16
 TEXT = checkpoints.prompt_ids(40)
 PROMPTS = [checkpoints.prompt_ids(length, seed=length) for length in (7, 40)]
 NUM_TOKENS = 16
@@ -50,7 +51,12 @@ def two_ranks(made: Maker, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         Work(folder=str(made("llama", name).folder), texts=[TEXT], prompts=PROMPTS, num_tokens=NUM_TOKENS)
         for name in NAMES
     ]
-    return dict(zip(NAMES, run_ranks(tmp_path_factory.mktemp("two"), 2, works), strict=True))
+    works += [
+        Work(folder=str(made("llama", name).folder), texts=[TEXT], dtype="bfloat16", quantization="auto")
+        for name in KEPT
+    ]
+    names = [*NAMES, *(f"{name} kept" for name in KEPT)]
+    return dict(zip(names, run_ranks(tmp_path_factory.mktemp("two"), 2, works), strict=True))
 
 
 def greedy_of(oracle: Oracle) -> list[list[int]]:
@@ -88,12 +94,6 @@ def test_other_families(family: str, name: str, made: Maker) -> None:
     torch.testing.assert_close(logits_of(paged_model(checkpoint.folder), TEXT), wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq_asymmetric", "gptq_v2", "gptq_whole", "awq"])
-def test_codes_of_4_bits_stay_as_they_are(name: str, made: Maker) -> None:
-    """Bit for bit, in our groups of 32; only a minimum that half precision does not hold is rounded."""
-    checkpoint = made("llama", name)
-    plain = load_file(checkpoint.plain / SINGLE_FILE)
-    with WeightReader(Checkpoint(checkpoint.folder), torch.bfloat16, CPU) as reader:
 @pytest.mark.parametrize("left_out", ["model.layers.0.", "model.layers.1.mlp.down_proj"])
 def test_layers_left_out_are_read_as_they_are(
     left_out: str, family_folder: Callable[[str], Path], tmp_path: Path
@@ -104,6 +104,12 @@ def test_layers_left_out_are_read_as_they_are(
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["gptq", "gptq_asymmetric", "gptq_v2", "gptq_whole", "awq"])
+def test_codes_of_4_bits_stay_as_they_are(name: str, made: Maker) -> None:
+    """Bit for bit, in our groups of 32; only a minimum that half precision does not hold is rounded."""
+    checkpoint = made("llama", name)
+    plain = load_file(checkpoint.plain / SINGLE_FILE)
+    with WeightReader(Checkpoint(checkpoint.folder), torch.bfloat16, CPU) as reader:
         for matrix in (GATE, DOWN, OUTPUT):
             kept = reader.kept(matrix)
             assert kept is not None and kept.quantization is Quantization.INT4
@@ -143,12 +149,6 @@ def test_what_a_setting_does_in_bfloat16(setting: str, made: Maker) -> None:
     assert float(error.mean()) < 0.04 and float(error.max()) < 0.3
 
 
-def test_auto_is_none_where_nothing_is_in_few_bits(made: Maker, family_folder: Callable[[str], Path]) -> None:
-    plain, fp8, awq = (
-        Checkpoint(folder)
-        for folder in (family_folder("llama"), made("llama", "fp8").folder, made("llama", "awq").folder)
-    )
-    settings = ("auto", "none", "int8", "int4")
 @pytest.mark.parametrize("name", KEPT)
 def test_two_ranks_compute_with_the_codes(name: str, made: Maker, two_ranks: dict[str, Found]) -> None:
     """Their parts of the outputs of a matrix, and of its inputs where those begin with a group."""
@@ -184,17 +184,17 @@ def test_the_log_says_what_did_not_keep_its_codes(
     assert len(lines) == (said is not None) and all(f"{folder}: {said}" in line for line in lines)
 
 
+def test_auto_is_none_where_nothing_is_in_few_bits(made: Maker, family_folder: Callable[[str], Path]) -> None:
+    plain, fp8, awq = (
+        Checkpoint(folder)
+        for folder in (family_folder("llama"), made("llama", "fp8").folder, made("llama", "awq").folder)
+    )
+    settings = ("auto", "none", "int8", "int4")
     assert [plain.quantization(setting) for setting in settings] == ["none", "none", "int8", "int4"]
     assert [fp8.quantization(setting) for setting in settings] == ["none", "none", "int8", "int4"]
     assert [awq.quantization(setting) for setting in settings] == list(settings)
     assert plain.model_hash("auto") == plain.model_hash("none")
     assert len({awq.model_hash(setting) for setting in settings}) == 4
-
-
-def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    tensors = load_file(folder / SINGLE_FILE)
-    tensors[name] = edit(tensors[name])
-    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
 
 
 def test_forms_in_which_weights_are_held(made: Maker, family_folder: Callable[[str], Path]) -> None:
@@ -205,6 +205,12 @@ def test_forms_in_which_weights_are_held(made: Maker, family_folder: Callable[[s
         assert [plain.forms(setting, dtype) for setting in settings] == [("none", "none"), *explicit]
     assert [awq.forms(setting, "bfloat16") for setting in settings] == [("int4", "none"), *explicit]
     assert [awq.forms(setting, "float32") for setting in settings] == [("none", "none"), *explicit]
+
+
+def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(folder / SINGLE_FILE)
+    tensors[name] = edit(tensors[name])
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -220,12 +226,6 @@ def test_a_bias_that_is_not_zero_is_no_part_of_the_model(fresh: Callable[[str], 
         Checkpoint(folder)
 
 
-def test_parts_that_do_not_fit_are_listed_together(fresh: Callable[[str], Path]) -> None:
-    folder = fresh("gptq")
-    change(folder, "model.layers.0.mlp.up_proj.scales", lambda scales: scales[:1].clone())
-    change(folder, "model.layers.0.mlp.down_proj.qzeros", lambda zeros: zeros.float())
-    change(folder, "model.layers.1.mlp.up_proj.qweight", lambda codes: codes[1:].clone())
-    with pytest.raises(CheckpointError) as caught:
 def test_a_bias_of_zeros_has_the_size_of_the_matrix(fresh: Callable[[str], Path]) -> None:
     folder, name = fresh("gptq"), "model.layers.1.mlp.up_proj.bias"
     change(folder, name, lambda bias: bias.repeat(2))
@@ -233,6 +233,12 @@ def test_a_bias_of_zeros_has_the_size_of_the_matrix(fresh: Callable[[str], Path]
         Checkpoint(folder)
 
 
+def test_parts_that_do_not_fit_are_listed_together(fresh: Callable[[str], Path]) -> None:
+    folder = fresh("gptq")
+    change(folder, "model.layers.0.mlp.up_proj.scales", lambda scales: scales[:1].clone())
+    change(folder, "model.layers.0.mlp.down_proj.qzeros", lambda zeros: zeros.float())
+    change(folder, "model.layers.1.mlp.up_proj.qweight", lambda codes: codes[1:].clone())
+    with pytest.raises(CheckpointError) as caught:
         Checkpoint(folder)
     assert str(caught.value) == (
         f"{folder}: 3 differences between config.json and the weight files:\n"
