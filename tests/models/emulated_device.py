@@ -12,10 +12,15 @@ import torch
 class EmulatedGraph:
     work: Callable[[], None]
     num_replays: int = 0
+    is_freed: bool = False
 
     def replay(self) -> None:
+        assert not self.is_freed
         self.num_replays += 1
         self.work()
+
+    def reset(self) -> None:
+        self.is_freed = True
 
 
 @dataclass

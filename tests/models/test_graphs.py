@@ -162,6 +162,15 @@ def test_other_steps_run_by_operator(message: StepMessage, family_folder: Folder
     assert both.num_replays == 0
 
 
+def test_closed_all_graphs_are_freed_and_steps_run_by_operator(family_folder: Folders) -> None:
+    both = Both(family_folder("llama"))
+    both.graphs.close()
+    both.graphs.close()
+    assert both.graphs.num_graphs == 0 and all(graph.is_freed for graph in both.device.graphs)
+    found, wanted = both.run(decode_step((5, 6)))
+    assert torch.equal(found.logits, wanted.logits)
+
+
 def test_a_step_outside_of_the_pool_is_refused(family_folder: Folders) -> None:
     both = Both(family_folder("llama"))
     message = pack_step(

@@ -15,7 +15,7 @@ from threading import Event, Thread
 
 from workers.runtime.frames import FrameKind, FrameSocket, PeerClosed, PeerSilent, ProtocolError
 from workers.runtime.handshake import Facts, Rendezvous, join, pack_facts, unpack_facts
-from workers.runtime.leader_link import PROGRESS, heartbeat_interval_s
+from workers.runtime.leader_link import PROGRESS, heartbeat_interval_s, interrupt_beside
 
 _GRACE_S = 1.0  # for the main thread to end by itself
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -58,7 +58,8 @@ class FollowerLink:
         return self._frames.own_address
 
     def interrupt_with(self, interrupt: Callable[[], None]) -> None:
-        """`interrupt` ends collectives that this rank may be inside; it is called when rank 0 is gone."""
+        """`interrupt` ends collectives that this rank may be inside; called when rank 0 is gone, in a thread
+        of its own: it may block."""
         self._interrupt = interrupt
 
     def take_orders(self, on_order: Callable[[bytes], None]) -> None:
@@ -161,7 +162,6 @@ class FollowerLink:
                 return
 
     def _lost(self, why: str) -> None:
-        if self._interrupt is not None:
-            self._interrupt()
+        interrupt_beside(self._interrupt)
         if not self._closing.wait(_GRACE_S):
             self._on_leader_lost(f"rank 0 died: {why}")

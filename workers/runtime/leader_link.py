@@ -40,6 +40,12 @@ def heartbeat_interval_s(timeout_s: float) -> float:
     return min(1.0, timeout_s / 4)
 
 
+def interrupt_beside(interrupt: Callable[[], None] | None) -> None:
+    """Calls it in a thread that nobody waits for: NCCL's abort blocks while a graph holds its collectives."""
+    if interrupt is not None:
+        Thread(target=interrupt, name="tandem-interrupt", daemon=True).start()
+
+
 @dataclass(slots=True)
 class _Follower:
     rank: int
@@ -92,7 +98,8 @@ class LeaderLink:
         return self._failure
 
     def interrupt_with(self, interrupt: Callable[[], None]) -> None:
-        """`interrupt` ends collectives that this rank may be inside; called once the group has failed."""
+        """`interrupt` ends collectives that this rank may be inside; called once the group has failed, in a
+        thread of its own: it may block."""
         self._interrupt = interrupt
 
     def hear_reports(self, on_report: Callable[[int, bytes], None]) -> None:
@@ -250,9 +257,8 @@ class LeaderLink:
                 return
             self._failure = reason
             self._failed.set()
-            if self._interrupt is not None:
-                self._interrupt()
             self._wake_writer.send(b"x")
+        interrupt_beside(self._interrupt)
 
     def _watch(self) -> None:
         interval_s = heartbeat_interval_s(self._timeout_s)

@@ -18,6 +18,7 @@ import socket
 import struct
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Lock
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,8 @@ class ProcessGroup:
         """backend: gloo or nccl, on all ranks the same. Returns when all ranks have met and a collective has
         worked. Raises GroupFailed."""
         self._is_nccl = backend == "nccl"
+        self._timeout_s = timeout_s
+        self._leaving = Lock()
         # The one way to tell the backends of the default group which interface to use.
         if self._is_nccl:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_interface_of(host)}")
@@ -71,17 +74,25 @@ class ProcessGroup:
 
     @property
     def interrupt(self) -> Callable[[], None] | None:
-        """Ends collectives that hang, of NCCL; from any thread. None: they end by themselves."""
+        """Ends collectives that hang, of NCCL; from any thread. None: they end by themselves. Blocks while a
+        graph holds them."""
         return self._abort if self._is_nccl else None
 
     def close(self) -> None:
-        """Leaves the group. May be called twice."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Leaves the group, after an interrupt that is under way. May be called twice.
 
-    @staticmethod
-    def _abort() -> None:
-        with contextlib.suppress(RuntimeError):
+        Of NCCL no graph may hold a collective any more: it waits for them without end.
+        """
+        if not self._leaving.acquire(timeout=self._timeout_s):
+            return  # the interrupt hangs, and so would this; it ends with the process
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        finally:
+            self._leaving.release()
+
+    def _abort(self) -> None:
+        with self._leaving, contextlib.suppress(RuntimeError):
             if dist.group.WORLD is not None:
                 dist.group.WORLD.abort()
 

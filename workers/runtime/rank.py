@@ -168,6 +168,7 @@ class Leader:
         """Ends the followers and leaves the process group. May be called twice."""
         if self._link is not None:
             self._link.close()
+        self._model.close()  # its graphs hold the group's collectives
         if self._group is not None:
             self._group.close()
 
@@ -234,6 +235,7 @@ class Follower:
         self._config = config
         self._rank = rank
         self._rendezvous = rendezvous
+        self._model: RankModel | None = None
         self._runner: ModelRunner | None = None
         self._group: ProcessGroup | None = None
         self._link: FollowerLink | None = None
@@ -276,11 +278,13 @@ class Follower:
         """Leaves the group. May be called twice."""
         if self._link is not None:
             self._link.close()
+        if self._model is not None:
+            self._model.close()  # its graphs hold the group's collectives
         if self._group is not None:
             self._group.close()
 
     def _load(self, link: FollowerLink, prepare: Prepare) -> None:
-        model = RankModel(self._config, self._rank)
+        model = self._model = RankModel(self._config, self._rank)
         files = link.agree(model.files(), timeout_s=LOAD_TIMEOUT_S)
         identity = model.identity(same_files=are_same_files(files))
         agreed = link.agree(identity, timeout_s=LOAD_TIMEOUT_S)

@@ -90,6 +90,7 @@ class RankModel:
         # Of all ranks.
         self._cache_forms = [self._form(self._checkpoint.spec, each) for each in range(self._size)]
         self._buckets: Buckets | None = None  # of CUDA graphs; None: there will be none
+        self._graphs: GraphedDecoder | None = None
 
     def files(self) -> Facts:
         """Which files the checkpoint consists of."""
@@ -153,12 +154,17 @@ class RankModel:
         if self._buckets is None:
             return ModelRunner(decoder, pool)
         device = CudaDevice(self.device)
-        graphs = GraphedDecoder(decoder, pool, self._buckets, device)
+        graphs = self._graphs = GraphedDecoder(decoder, pool, self._buckets, device)
         before = device.taken_bytes()
         graphs.record()
         taken = device.taken_bytes() - before
         _log.info("%d graphs take %d MiB", graphs.num_graphs, taken >> 20)
         return ModelRunner(graphs, pool)
+
+    def close(self) -> None:
+        """Frees the graphs, which has to come before the rank leaves its group. May be called twice."""
+        if self._graphs is not None:
+            self._graphs.close()
 
     def draft_heads(self, decoder: Decoder) -> MedusaRunner | None:
         """Reads them; None where there are none."""

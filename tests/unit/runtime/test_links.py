@@ -147,10 +147,38 @@ def test_a_step_of_rank_0_that_does_not_end_is_noticed_where_collectives_have_no
             made.link.send_step(b"hangs")
             assert "rank 0 has been in step 3 for 1." in made.reason(within_s=3 * TIMEOUT_S)
             assert "a rank hangs in a collective" in made.failures[0]
-            assert interrupted.is_set()
+            assert interrupted.wait(2)
             made.link.close()
             following.join(5)
             assert reasons == ["rank 0 died or hangs: connection closed"]
+
+
+def test_an_interrupt_that_blocks_keeps_nobody_from_hearing_of_the_end():
+    graphs_are_freed, interrupted = threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        graphs_are_freed.wait(30)
+        interrupted.set()
+
+    with group() as made:
+        frames = raw_follower(made)
+        made.link.interrupt_with(interrupt)
+        frames.close()
+        assert "died" in made.reason(within_s=TIMEOUT_S)
+        with pytest.raises(GroupFailed, match="rank 1"):
+            made.link.check()
+        closing = threading.Thread(target=made.link.close)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive() and not interrupted.is_set()
+    lost = threading.Event()
+    link, connection = follower_of_silence(lambda reason: lost.set())
+    link.interrupt_with(interrupt)
+    connection.close()
+    assert lost.wait(10) and not interrupted.is_set()
+    link.close()
+    graphs_are_freed.set()
+    assert interrupted.wait(5)
 
 
 def test_a_silent_follower_is_noticed_after_the_timeout():

@@ -76,6 +76,12 @@ class GraphedDecoder:
                 self._take_outputs(key)
             self._graphs[key] = self._device.record(partial(self._run, key))
 
+    def close(self) -> None:
+        """Frees the graphs: NCCL does not let a rank leave while one holds its collectives. May be called
+        twice; steps run by operator then."""
+        while self._graphs:
+            self._graphs.popitem()[1].reset()
+
     def meet(self, device: torch.device) -> None:
         self._decoder.meet(device)
 

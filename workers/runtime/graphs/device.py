@@ -15,6 +15,10 @@ class Graph(Protocol):
         """Starts it again, on the same memory. Returns before it is done."""
         ...
 
+    def reset(self) -> None:
+        """Frees what it holds; it cannot be replayed any more."""
+        ...
+
 
 class GraphDevice(Protocol):
     """A device that can record what is started on it."""

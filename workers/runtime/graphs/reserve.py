@@ -9,6 +9,7 @@ adds. Both are dropped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 from workers.config import ScheduleConfig
@@ -62,11 +63,11 @@ def measure_reserve(
     if buckets is None:
         return Reserve(step_bytes=step_bytes, graph_bytes=0)
     keys = buckets.keys()
-    graphs = GraphedDecoder(decoder, pool, buckets, graph_device)
-    taken = [graph_device.taken_bytes()]
-    for key in keys[:2]:
-        graphs.record([key])
-        taken.append(graph_device.taken_bytes())
+    with closing(GraphedDecoder(decoder, pool, buckets, graph_device)) as graphs:
+        taken = [graph_device.taken_bytes()]
+        for key in keys[:2]:
+            graphs.record([key])
+            taken.append(graph_device.taken_bytes())
     first = max(0, taken[1] - taken[0])
     another = max(0, taken[-1] - taken[1])
     return Reserve(step_bytes=step_bytes, graph_bytes=first + (len(keys) - 1) * another)
