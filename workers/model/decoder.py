@@ -126,10 +126,12 @@ class Decoder:
     @torch.inference_mode()
     def meet(self, device: torch.device) -> None:
         """Waits until every rank has written its keys and values. Logits bring the ranks together after the
-        last attention; without them rank 0 would end the step, and let other groups read, while another rank
-        still computes the last layer."""
+        last attention, and the host waits for the ids; without them rank 0 would end the step, and let other
+        groups read, while a rank's device still computes the last layer."""
         if not self._is_alone:
             self._parallel.all_reduce(torch.zeros(1, device=device)).item()
+        elif device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     @torch.inference_mode()
     def run_batch(self, batch: StepBatch, kv: PagedCache) -> tuple[torch.Tensor | None, torch.Tensor | None]:

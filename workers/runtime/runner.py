@@ -29,7 +29,9 @@ class StepDecoder(Protocol):
 
     def forward(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw] = ()) -> Drawn | None: ...
 
-    def meet(self, device: torch.device) -> None: ...
+    def meet(self, device: torch.device) -> None:
+        """Returns when all ranks have done to their pools what they were given to do."""
+        ...
 
 
 class ModelRunner:
