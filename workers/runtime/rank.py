@@ -44,6 +44,7 @@ from workers.runtime.agreement import (
     num_ranks_here,
     num_sharers,
 )
+from workers.runtime.device import make_current
 from workers.runtime.executor import GroupExecutor, LocalExecutor
 from workers.runtime.follower_link import FollowerLink
 from workers.runtime.handshake import Facts, Rendezvous, new_token
@@ -265,7 +266,8 @@ class Follower:
 
         Any other exception is a fault of this rank and is told to rank 0 before it is raised.
         """
-        assert self._link is not None and self._runner is not None, "load() first"
+        assert self._link is not None and self._runner is not None and self._model is not None, "load() first"
+        make_current(self._model.device)  # of this thread, which need not be that of `load`
         for body in self._link.steps():
             try:
                 for part in passes(StepMessage(body)):

@@ -11,7 +11,7 @@ from workers.config import GroupConfig
 from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, MODEL_METHODS
 from workers.engine.meter import MeteredModel
 from workers.engine.request import EngineLimits
-from workers.kernels import CacheForm, PagedCache, Quantization, TorchKernels
+from workers.kernels import MAX_LOGIT_ROWS, CacheForm, PagedCache, Quantization, TorchKernels
 from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
@@ -114,8 +114,6 @@ class RankModel:
     def load(self, parallel: TensorParallel, ranks_on_machine: int) -> Decoder:
         """Reads this rank's slice of the weights, and on rank 0 the draft model's."""
         set_threads(self._config.parallel, ranks_on_machine)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread: Triton launches there
         if self._draft is not None:
             form = Quantization(self._draft.quantization(self._config.model.quantization))
             self._draft_decoder = load_decoder(
@@ -132,10 +130,11 @@ class RankModel:
 
     def measure_blocks(self, decoder: Decoder, num_sharers: int) -> int:
         """Blocks this rank can hold, now that the weights are in, beside what steps take. On GPUs all ranks
-        compute a step for that. num_sharers: of its memory. Raises PoolTooSmall."""
+        compute a step for that. num_sharers: of its memory; each needs as much for steps. Raises
+        PoolTooSmall."""
         reserve = self._reserve(decoder)
         free = FreeMemory(
-            num_bytes=max(0, free_bytes(self.device) - reserve.num_bytes),
+            num_bytes=max(0, free_bytes(self.device) - reserve.num_bytes * num_sharers),
             num_sharers=num_sharers,
             is_host=self.device.type == "cpu",
         )
@@ -254,8 +253,9 @@ class RankModel:
         return found
 
     def _max_rows(self) -> int:
-        """Most sequences that decode in a step."""
-        return min(self._config.schedule.max_running, self._config.schedule.max_step_tokens)
+        """Most sequences of a step that is replayed: one of more rows of logits is cut into passes."""
+        schedule = self._config.schedule
+        return min(schedule.max_running, schedule.max_step_tokens, MAX_LOGIT_ROWS)
 
     def _pool(self, num_blocks: int) -> PagedCache:
         return allocate_pool(num_blocks, self._cache_forms[self._rank], self.device)
