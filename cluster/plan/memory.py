@@ -97,9 +97,12 @@ def plan_memory(model: PlannedModel, device: Device, shape: Shape) -> MemoryPlan
             f"has {_gib(device.memory_bytes)} GiB: use more ranks (--tensor-parallel), fewer bits "
             "(--quantization) or a larger device"
         )
-    if device.is_gpu and cache.num_blocks is None:
-        # All that the rest leaves; the engine measures what is free once the weights are in.
-        cache = replace(cache, memory_fraction=_floor((free - working) / free, 4))
+    if device.is_gpu:
+        # The engine leaves free what steps take, and then has a share of the rest: all but the allocator's.
+        kept = free - working
+        free = kept + device.allocator_bytes
+        if cache.num_blocks is None:
+            cache = replace(cache, memory_fraction=_floor(kept / free, 4))
     try:
         num_blocks = num_blocks_for(
             cache,

@@ -91,6 +91,17 @@ def test_the_plan_is_exact_and_subtracts_what_else_is_needed(
         assert A100.memory_bytes - sum(parts.values()) < 1e-4 * A100.memory_bytes + plan.block_bytes
 
 
+def test_the_fraction_leaves_the_allocators_share_alone(llama: PlannedModel) -> None:
+    """The engine takes it of what steps leave free: what they need must not be subtracted twice."""
+    plan = plan_memory(llama, A100, Shape(context=2048))
+    parts = {part.name: part.num_bytes for part in plan.parts}
+    steps = parts["activations"] + parts["temporary buffers"]
+    free = A100.memory_bytes - parts["reserve"] - parts["weights"]
+    fraction = plan.cache.memory_fraction
+    assert fraction == int((1 - A100.allocator_bytes / (free - steps)) * 1e4) / 1e4
+    assert plan.num_blocks == int((free - steps) * fraction) // plan.block_bytes
+
+
 def test_prefill_operations(llama: PlannedModel) -> None:
     spec = llama.spec
     assert f"{linear_flop(spec, 2048) / 1e12:.1f}" == "26.5"
