@@ -50,12 +50,14 @@ class Part:
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    names = options.parts or [name for name in _LIMITS_S if name != "model"]
-    if options.model:
-        names.append("model")
+    names = part_names(options.parts, has_model=bool(options.model))
     started = time.monotonic()
     parts = []
-    with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.scratch) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="gpu-check-",
+        dir=options.scratch,
+        ignore_cleanup_errors=True,  # a part that could not be killed may write on
+    ) as folder:
         for name in names:
             settings = Settings(is_dry=options.dry, folder=f"{folder}/{name}", model=options.model)
             left_s = _WHOLE_S - (time.monotonic() - started)
@@ -65,6 +67,12 @@ def main(arguments: Sequence[str]) -> int:
     seconds = time.monotonic() - started
     write(Path(options.out), parts, seconds, is_dry=options.dry)
     return 0 if summarise(parts, seconds) else 1
+
+
+def part_names(wanted: Sequence[str] | None, *, has_model: bool) -> list[str]:
+    """Each once. wanted: None for all; `model` is one of them where there is a model."""
+    names = [name for name in _LIMITS_S if name != "model"] if wanted is None else wanted
+    return list(dict.fromkeys([*names, *(["model"] if has_model else [])]))
 
 
 def run_part(name: str, settings: Settings, limit_s: float) -> Part:
@@ -92,7 +100,8 @@ def run_part(name: str, settings: Settings, limit_s: float) -> Part:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)  # one that a driver holds ends when it is let go
     findings = read(out.read_text(errors="replace").splitlines())
     has_ended = any(each.kind is Kind.END for each in findings)
     lines = errors.read_text(errors="replace").splitlines()[-_LAST_LINES:]
@@ -149,7 +158,7 @@ def _gpu() -> str:
             ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
             capture_output=True, text=True, timeout=20, check=False,
         )  # fmt: skip
-    except FileNotFoundError:
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
 
@@ -160,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", default="gpu_check.json", help="file for all findings")
     parser.add_argument("--model", default="", help="folder of a real checkpoint to compare as well")
     parser.add_argument("--parts", nargs="+", choices=tuple(_LIMITS_S), help="these alone")
-    parser.add_argument("--scratch", help="folder with room for 30 GB; default: the temporary one")
+    parser.add_argument("--scratch", help="folder with room for 21 GB; default: the temporary one")
     return parser
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_check.__main__ import Part, run_part, summarise, write
+from benchmarks.gpu_check.__main__ import Part, part_names, run_part, summarise, write
 from benchmarks.gpu_check.findings import Finding, Kind, read
 from benchmarks.gpu_check.settings import Settings
 
@@ -39,6 +39,14 @@ def test_lines_come_back_as_they_were_said() -> None:
 )
 def test_a_wrong_check_or_a_part_that_does_not_end_is_a_failure(parts: list[Part], is_right: bool) -> None:
     assert summarise(parts, 3.0) is is_right
+
+
+def test_each_part_is_run_once() -> None:
+    everything = ["kernels", "llama", "repeat", "ranks", "mistral"]
+    assert part_names(None, has_model=False) == everything
+    assert part_names(None, has_model=True) == [*everything, "model"]
+    assert part_names(["model", "ranks", "ranks"], has_model=True) == ["model", "ranks"]
+    assert part_names(["ranks"], has_model=True) == ["ranks", "model"]
 
 
 def test_a_part_that_raises_says_why(tmp_path: Path) -> None:
