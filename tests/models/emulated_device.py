@@ -25,8 +25,8 @@ class EmulatedGraph:
 
 @dataclass
 class EmulatedDevice:
-    """Implements `workers.runtime.graphs.device.GraphDevice`. Host memory that has been uploaded must not be
-    written before it has been waited for: until then it is filled with noise."""
+    """Implements `workers.runtime.graphs.device.GraphDevice`. Host memory that is being uploaded must not be
+    written before it has been waited for: it is compared then."""
 
     graphs: list[EmulatedGraph] = field(default_factory=list)
     taken: int = 0  # bytes that the next graphs take are added here by tests
@@ -34,20 +34,23 @@ class EmulatedDevice:
     peaks: list[int] = field(default_factory=list)
     num_uploads: int = 0
     uploaded_bytes: int = 0
-    _is_waited_for: bool = True
+    _uploading: tuple[torch.Tensor, torch.Tensor] | None = None  # memory, and what was in it
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        assert self._is_waited_for, "the last upload may still be reading"
-        self._is_waited_for = False
+        assert self._uploading is None, "the last upload may still be reading"
+        self._uploading = source, source.clone()
         self.num_uploads += 1
         self.uploaded_bytes = source.nbytes
         target.copy_(source)
 
     def await_upload(self) -> None:
-        self._is_waited_for = True
+        if self._uploading is not None:
+            memory, before = self._uploading
+            assert torch.equal(memory, before), "written while an upload may still be reading"
+            self._uploading = None
 
     def record(self, work: Callable[[], None]) -> EmulatedGraph:
         work()

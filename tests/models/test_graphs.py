@@ -60,7 +60,7 @@ def pool_of(decoder: Decoder, num_blocks: int = NUM_BLOCKS) -> PagedCache:
     return pool
 
 
-def decode_step(contexts: Sequence[int], first_block: int = 0, seed: int = 0) -> StepMessage:
+def decode_step(contexts: Sequence[int], seed: int = 0) -> StepMessage:
     """One token of each sequence, which has so many tokens in the pool already."""
     counts = [-(-(context + 1) // BLOCK_SIZE) for context in contexts]
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -69,7 +69,7 @@ def decode_step(contexts: Sequence[int], first_block: int = 0, seed: int = 0) ->
         starts=contexts,
         block_counts=counts,
         token_ids=[(7 * place + seed) % 128 for place in range(len(contexts))],
-        blocks=order[first_block : first_block + sum(counts)],
+        blocks=order[: sum(counts)],
         logit_rows=range(len(contexts)),
     )
 
