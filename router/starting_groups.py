@@ -16,8 +16,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from router.tasks import end_tasks
+from workers.types import Role
 
-_ANSWERING_POOLS = ("unified", "decode")
+_ANSWERING_POOLS = (Role.UNIFIED.value, Role.DECODE.value)
 _STARTING = ("STARTING", "UPDATING", "RECOVERING")  # of Serve's states of a replica
 _FRESH_S = 0.5  # between two questions
 _PATIENCE_S = 3.0  # with a controller that does not answer: it may be away, and the groups with it
@@ -61,15 +62,16 @@ class StartingGroups:
             await end_tasks(self._asking)
 
     async def _ask(self) -> None:
+        is_one = False
         try:
             states = await asyncio.to_thread(self._states, self._application)
-            self._is_one = any(
+            is_one = any(
                 states.get(pool, {}).get(state, 0) for pool in _ANSWERING_POOLS for state in _STARTING
             )
         except (RayError, RayServeException) as error:
             _log.warning("Serve does not say what it starts: %r", error)
-            self._is_one = False
-        self._answered_s = self._clock()
+        finally:
+            self._is_one, self._answered_s = is_one, self._clock()
 
 
 def replica_states(application: str) -> ReplicaStates:

@@ -18,15 +18,15 @@ class Controller:
     def __init__(self, states: ReplicaStates) -> None:
         self.states = states
         self.answers = threading.Event()
-        self.fails = False
+        self.error: Exception | None = None
         self.num_answered = 0
 
     def __call__(self, application: str) -> ReplicaStates:
         assert application == "tandem"
         assert self.answers.wait(5.0)
         self.num_answered += 1
-        if self.fails:
-            raise RayServeException("no controller")
+        if self.error is not None:
+            raise self.error
         return self.states
 
 
@@ -69,10 +69,28 @@ def test_a_controller_that_is_away_is_waited_for_three_seconds() -> None:
         clock.now += 0.2
         assert not starting()
         await asyncio.sleep(0.05)
-        serve.fails = True
+        serve.error = RayServeException("no controller")
         serve.answers.set()
         await until(lambda: serve.num_answered == 1)
         await asyncio.sleep(0.05)
+        assert not starting()
+        await starting.stop()
+
+    run(test())
+
+
+def test_after_any_error_the_next_question_waits_its_time() -> None:
+    async def test() -> None:
+        clock = FakeClock()
+        serve = Controller({"unified": {"STARTING": 1}})
+        serve.error = KeyError("a status of another version")
+        serve.answers.set()
+        starting = StartingGroups("tandem", states=serve, clock=clock)
+        for _ in range(3):
+            starting()
+            await until(lambda: serve.num_answered == 1)
+            await asyncio.sleep(0.05)
+        assert serve.num_answered == 1
         assert not starting()
         await starting.stop()
 
