@@ -39,7 +39,7 @@ from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.spec import check_tensor_parallel
 
 _PROMPT, _OUTPUT = 512, 256  # tokens of a request, with --rate
-_REFUSED = (*(CheckpointError, DoesNotFit, NotReachable, StepCostError, TooLong, TraceError),)
+_REFUSED = (CheckpointError, DoesNotFit, NotReachable, StepCostError, TooLong, TraceError)
 
 
 def _most(path: str) -> int:

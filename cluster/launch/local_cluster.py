@@ -86,6 +86,7 @@ def _dashboard_port(wish: int) -> Iterator[int]:
             promise.enter_context(reserved_port("127.0.0.1", wish))
         except LaunchError:
             wish = free_port()
+            promise.enter_context(reserved_port("127.0.0.1", wish))
         yield wish
 
 
