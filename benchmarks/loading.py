@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,7 @@ _BLOCK = 1 << 24  # random weights that repeat through the files
 _READ_BYTES = 8 << 20
 _SAMPLE_S = 0.01
 _TIMEOUT_S = 1800.0
+_START_S = 120.0  # for a rank to import what it needs
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -154,7 +156,9 @@ def _run_ranks(folder: Path, numbers: Sequence[int], size: int) -> list[dict[str
     ]
     try:
         for rank in ranks:
-            assert rank.stdout is not None and rank.stdout.readline() == "ready\n", "a rank did not start"
+            assert rank.stdout is not None
+            says, _, _ = select.select([rank.stdout], [], [], _START_S)
+            assert says and rank.stdout.readline() == "ready\n", f"a rank did not start within {_START_S:g} s"
         for rank in ranks:
             assert rank.stdin is not None
             rank.stdin.write("go\n")
