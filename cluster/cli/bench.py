@@ -23,6 +23,7 @@ from cluster.cli.options import JsonOption, finite, named_path
 from cluster.cli.outputs import check_output
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
+from cluster.config.leaves import CHOICES
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.plan.calibration import keep_calibration
 from cluster.plan.memory import DoesNotFit
@@ -36,8 +37,7 @@ app.command()(replay)
 
 _LOAD_S = 300.0  # longest time to load a model, beside the measuring itself
 _MOST_BATCH = 4096
-_DTYPES = ("auto", "bfloat16", "float32")
-_QUANTIZATIONS = ("auto", "none", "int8", "int4")
+_DTYPES, _QUANTIZATIONS = CHOICES["model.dtype"], CHOICES["model.quantization"]
 _PATIENCE = 20.0  # times as long as it should take, on a busy machine
 _TOKEN_S = 0.1  # that a token may take, of a large model on a busy machine
 

@@ -20,7 +20,7 @@ from cluster.cli.plan_tables import (
     refused_lines,
 )
 from cluster.cli.terminal import CommandFailed, Terminal, UsageError
-from cluster.config.leaves import RANGES
+from cluster.config.leaves import CHOICES, RANGES
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.figures.machine import usable_cores
 from cluster.figures.step_cost import StepCostError
@@ -34,7 +34,6 @@ from cluster.plan.models import PlannedModel, UnknownModel, find_model
 from cluster.plan.plan import Plan, find_speed, make_plan, propose, smallest_ranks
 from cluster.plan.proposal import NotReachable
 from workers.config import CacheConfig, ScheduleConfig
-from workers.kv_format import INT8
 from workers.model.errors import CheckpointError, TensorParallelError
 from workers.model.spec import check_tensor_parallel
 
@@ -166,9 +165,9 @@ def _check_shape(model: PlannedModel, shape: Shape) -> None:
         most = model.spec.max_model_len
         raise UsageError(f"--context {shape.context:,}: {model.name} allows at most {most:,}")
     for option, value, legal in (
-        ("--dtype", shape.dtype, ("bfloat16", "float32")),
-        ("--quantization", shape.quantization, ("auto", "none", "int8", "int4")),
-        ("--kv-dtype", shape.cache.dtype, ("auto", INT8)),
+        ("--dtype", shape.dtype, [name for name in CHOICES["model.dtype"] if name != "auto"]),
+        ("--quantization", shape.quantization, CHOICES["model.quantization"]),
+        ("--kv-dtype", shape.cache.dtype, CHOICES["pools.*.cache.dtype"]),
     ):
         if value not in legal:
             raise UsageError(f"{option} {value!r}: it is one of {', '.join(legal)}")

@@ -118,7 +118,7 @@ RANGES: dict[str, Range] = {
     "router.http.max_inflight_requests": _COUNT,
     "router.http.max_requests_per_key": _COUNT,
 }
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "bfloat16", "float32"),
     "model.quantization": ("auto", "none", "int8", "int4"),
     "pools.*.cache.dtype": ("auto", INT8),
@@ -148,7 +148,7 @@ def leaf_problems(config: TandemConfig) -> Iterable[Problem]:
     """Values that no other value makes right."""
     for path, value in _leaves(config):
         pattern, name = pattern_of(path), join(*path)
-        limits, choices = RANGES.get(pattern), _CHOICES.get(pattern)
+        limits, choices = RANGES.get(pattern), CHOICES.get(pattern)
         if limits is not None and value is not None and not limits.allows(value):
             yield Problem(path=name, message="out of range", got=str(value), allowed=str(limits))
         if choices is not None and value not in choices:
