@@ -6,7 +6,6 @@ import math
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from cluster.cli.convert import convert
 from cluster.cli.folders import embedded_folder, folder_of
@@ -67,11 +66,12 @@ def inspect(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: 
         if as_json:
             terminal.emit(**facts)
             return
-        table = Table(show_header=False, box=None, pad_edge=False)
-        for key, value in facts.items():
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            table.add_row(key.replace("_", " "), text)
-        terminal.show(table)
+        terminal.show_facts(
+            {
+                name.replace("_", " "): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+                for name, value in facts.items()
+            }
+        )
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:

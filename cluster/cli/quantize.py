@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from cluster.bench.child import MeasuringFailed
 from cluster.bench.orders import QuantizeOrder
@@ -58,18 +56,19 @@ def quantize(
 
 def _print(terminal: Terminal, found: Mapping[str, Any]) -> None:
     before, after, score = found["bytes_before"], found["bytes_after"], found["perplexity"]
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("folder", escape(found["folder"]))
-    table.add_row("weights", f"{before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB ({after / before:.0%})")
-    table.add_row("largest error", f"{found['worst_error']:.2%} of {escape(found['worst_matrix'])}")
-    table.add_row("mean error", f"{found['mean_error']:.2%} over {found['matrices']} matrices")
-    if score is None:
-        table.add_row("perplexity", "not measured")
-    else:
-        table.add_row(
-            "perplexity",
+    perplexity = "not measured"
+    if score is not None:
+        perplexity = (
             f"{score['before']:.2f} -> {score['after']:.2f} ({score['ratio'] - 1:+.1%}) "
-            f"on {score['tokens']:,} tokens",
+            f"on {score['tokens']:,} tokens"
         )
-    table.add_row("time", f"{found['seconds']:.1f} s to write")
-    terminal.show(table)
+    terminal.show_facts(
+        {
+            "folder": found["folder"],
+            "weights": f"{before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB ({after / before:.0%})",
+            "largest error": f"{found['worst_error']:.2%} of {found['worst_matrix']}",
+            "mean error": f"{found['mean_error']:.2%} over {found['matrices']} matrices",
+            "perplexity": perplexity,
+            "time": f"{found['seconds']:.1f} s to write",
+        }
+    )

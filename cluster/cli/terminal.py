@@ -10,7 +10,7 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,12 @@ class Terminal:
     def show(self, table: Table) -> None:
         """A table for people, whole at any width."""
         tables.show(self.out, table)
+
+    def show_facts(self, facts: Mapping[str, str]) -> None:
+        """Names and values for people, a line each."""
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            self.say(f"{name:<{width}}  {value}")
 
     def fail(self, text: str, *, code: int, **details: Any) -> typer.Exit:
         """Report a failure and give what to raise."""
