@@ -34,7 +34,6 @@ class Device:
     flop_per_s: float
     link_bytes_per_s: float  # to another device of the machine, one way
     source: str
-    float32_flop_per_s: float | None = None  # of units for float32 products; None where it is not known
     is_gpu: bool = True
     reserve_bytes: int = GPU_RESERVE_BYTES
     allocator_bytes: int = GPU_ALLOCATOR_BYTES
@@ -56,7 +55,6 @@ _GPUS = (
         memory_bytes=40_960 * MIB,
         read_bytes_per_s=1.555e12,
         flop_per_s=312e12,
-        float32_flop_per_s=19.5e12,
         link_bytes_per_s=300e9,
         source="NVIDIA A100 datasheet, 40 GB: 1,555 GB/s, BF16 312 TFLOPS; NVLink 600 GB/s both ways",
     ),
@@ -65,7 +63,6 @@ _GPUS = (
         memory_bytes=81_920 * MIB,
         read_bytes_per_s=2.0e12,
         flop_per_s=312e12,
-        float32_flop_per_s=19.5e12,
         link_bytes_per_s=300e9,
         source="NVIDIA A100 datasheet, 80 GB: 1,935 (PCIe), 2,039 GB/s (SXM), 2 TB/s taken; BF16 312 "
         "TFLOPS; NVLink 600 GB/s both ways",
@@ -75,7 +72,6 @@ _GPUS = (
         memory_bytes=81_920 * MIB,
         read_bytes_per_s=3.35e12,
         flop_per_s=989.4e12,
-        float32_flop_per_s=67e12,
         link_bytes_per_s=450e9,
         source="NVIDIA H100 datasheet, SXM: 3.35 TB/s, BF16 1,979 TFLOPS with sparsity, half without; "
         "NVLink 900 GB/s both ways",
@@ -85,7 +81,6 @@ _GPUS = (
         memory_bytes=144_384 * MIB,
         read_bytes_per_s=4.8e12,
         flop_per_s=989.4e12,
-        float32_flop_per_s=67e12,
         link_bytes_per_s=450e9,
         source="NVIDIA H200 datasheet, SXM: 141 GB, 4.8 TB/s, BF16 1,979 TFLOPS with sparsity, half "
         "without; NVLink 900 GB/s both ways",
@@ -95,7 +90,6 @@ _GPUS = (
         memory_bytes=24_576 * MIB,
         read_bytes_per_s=300e9,
         flop_per_s=121e12,
-        float32_flop_per_s=30.3e12,
         link_bytes_per_s=32e9,
         source="NVIDIA L4 datasheet: 24 GB, 300 GB/s, BF16 242 TFLOPS with sparsity, half without; "
         "PCIe 64 GB/s both ways",
@@ -105,7 +99,6 @@ _GPUS = (
         memory_bytes=49_152 * MIB,
         read_bytes_per_s=864e9,
         flop_per_s=362.05e12,
-        float32_flop_per_s=91.6e12,
         link_bytes_per_s=32e9,
         source="NVIDIA L40S datasheet: 48 GB, 864 GB/s, BF16 362.05 TFLOPS; PCIe 64 GB/s both ways",
     ),
@@ -114,7 +107,6 @@ _GPUS = (
         memory_bytes=196_608 * MIB,
         read_bytes_per_s=5.3e12,
         flop_per_s=1307.4e12,
-        float32_flop_per_s=163.4e12,
         link_bytes_per_s=448e9,
         source="AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s, BF16 1,307.4 TFLOPS; Infinity "
         "Fabric 896 GB/s both ways",
@@ -136,12 +128,10 @@ def find_device(name: str) -> Device:
 
 
 def in_float32(device: Device) -> Device:
-    """The same device with the ceiling of its float32 products: the engine keeps to IEEE float32, without the
-    tensor cores' shorter forms."""
-    if device.float32_flop_per_s is None:
-        return device
-    flop_per_s = device.float32_flop_per_s
-    source = f"{device.source}; FP32 {flop_per_s / 1e12:g} TFLOPS"
+    """The same GPU with the ceiling of its float32 products: the engine makes each of three in TF32, which
+    matrix units compute at half the rate of bfloat16."""
+    flop_per_s = device.flop_per_s / (2 * 3)
+    source = f"{device.source}; float32 as three products in TF32, {flop_per_s / 1e12:.1f} TFLOPS"
     return replace(device, flop_per_s=flop_per_s, source=source)
 
 

@@ -211,8 +211,8 @@ def test_requests_that_would_be_refused_are_not_planned_for(world: World, tmp_pa
 
 def test_float32_has_a_ceiling_of_its_own() -> None:
     device, speed = find_speed(find_model("llama-2-7b"), "a100-80g", Shape(dtype="float32"), efficiency=1.0)
-    assert (device.flop_per_s, speed.roofs.flop_per_s) == (19.5e12, 19.5e12)
-    assert device.source.endswith("FP32 19.5 TFLOPS")
+    assert (device.flop_per_s, speed.roofs.flop_per_s) == (52e12, 52e12)
+    assert device.source.endswith("float32 as three products in TF32, 52.0 TFLOPS")
     assert find_speed(find_model("llama-2-7b"), "h100", Shape(), efficiency=1.0)[0].flop_per_s == 989.4e12
 
 
