@@ -69,13 +69,16 @@ class Run:
     decode_s: list[float] = field(default_factory=list)
 
 
+def _go_on(_reason: str) -> None:
+    """In place of the end of this process: the step raises, with the reason."""
+
+
 class Driver:
     """A context: it has the memory and the rank processes."""
 
     def __init__(self, config: GroupConfig) -> None:
         self._config = config
-        self.failures: list[str] = []
-        self.group = LocalGroup(config, on_failure=self.failures.append)
+        self.group = LocalGroup(config, on_failure=_go_on)
 
     def run(self, prompts: Sequence[Prompt], new_tokens: int, params: SamplingParams | None = None) -> Run:
         """Continues all by exactly so many tokens, greedily unless params say otherwise. Nothing is kept

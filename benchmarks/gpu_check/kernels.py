@@ -21,7 +21,6 @@ from workers.kernels import (
     pack_step,
     unpack,
 )
-from workers.kernels.gpu.blocks import gather_blocks, scatter_blocks
 from workers.kernels.gpu.interpreter import is_interpreter, mend
 from workers.kernels.gpu.kernels import GpuKernels
 from workers.kernels.paged_cache import dequantize_rows, quantize_rows
@@ -82,7 +81,6 @@ def check_kernels(settings: Settings) -> None:
         _check_attention(maker, (_DRY_SHAPES if settings.is_dry else _SHAPES[dtype])[1], torch.int8)
         _check_products(maker, settings)
     _check_draws(_Maker(device, torch.float32), settings)
-    _check_blocks(_Maker(device, torch.float32))
 
 
 class _Maker:
@@ -230,14 +228,3 @@ def _check_draws(maker: _Maker, settings: Settings) -> None:
     best = [filters["best"](0.0)] * rows
     found, wanted = (each.draw(logits, best, only_finite=True) for each in (maker.kernels, _REFERENCE))
     check("draw of a row that is not finite", found == wanted)
-
-
-def _check_blocks(maker: _Maker) -> None:
-    memory = maker.noise(9, 96).view(torch.uint8)
-    blocks = torch.tensor([7, 0, 3], device=maker.device)
-    found = gather_blocks(memory, blocks, 64, 256)
-    check("gather of blocks", torch.equal(found, memory[blocks, 64:320]))
-    other, twin = torch.zeros_like(memory), torch.zeros_like(memory)
-    scatter_blocks(other, blocks, 64, found)
-    twin[blocks, 64:320] = found
-    check("scatter of blocks", torch.equal(other, twin))

@@ -9,7 +9,7 @@ import torch
 from workers.kernels.arguments import check_batch, check_cache, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw
-from workers.kernels.gpu.activation import GELU_TANH, SILU, gated, plain
+from workers.kernels.gpu.activation import gelu_tanh, silu_mul
 from workers.kernels.gpu.attention import paged_attention
 from workers.kernels.gpu.draw import draw
 from workers.kernels.gpu.linear import GpuLinear
@@ -82,10 +82,10 @@ class GpuKernels:
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gated(gate_up, SILU)
+        return silu_mul(gate_up)
 
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
-        return plain(x, GELU_TANH)
+        return gelu_tanh(x)
 
     def draw(self, logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool = False) -> list[int]:
         return draw(logits, draws, only_finite=only_finite)

@@ -22,13 +22,11 @@ from triton.runtime.jit import JITFunction
 
 from tests.unit.kernels.batches import make_batch
 from workers.kernels import Quantization
-from workers.kernels.gpu.activation import GELU, GELU_TANH, SILU, gated
+from workers.kernels.gpu.activation import gelu_tanh, silu_mul
 from workers.kernels.gpu.attention import paged_attention
-from workers.kernels.gpu.blocks import gather_blocks
 from workers.kernels.gpu.draw import draw_ids
 from workers.kernels.gpu.kernels import GpuKernels
 from workers.kernels.gpu.norms import add_rms_norm, layer_norm, rms_norm
-from workers.kernels.gpu.philox import uniforms
 from workers.kernels.gpu.rotary import rotary_and_write
 
 _DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -75,8 +73,8 @@ def launch_all() -> None:
     rms_norm(x.view(8, heads, dim), weight[:dim], 1e-5)
     add_rms_norm(x, x, weight, 1e-5)
     layer_norm(x, weight, weight, 1e-5)
-    for function in (SILU, GELU, GELU_TANH):
-        gated(x, function)
+    silu_mul(x)
+    gelu_tanh(x)
     batch = make_batch([(1000, 1), (300, 1)], 16, 90)
     q, k = torch.zeros(2, heads, dim, dtype=_DTYPE), torch.zeros(2, kv_heads, dim, dtype=_DTYPE)
     angles = torch.zeros(2, dim // 2)
@@ -97,9 +95,6 @@ def launch_all() -> None:
         for rows in (1, 100, 1000):
             linear(torch.zeros(rows, hidden, dtype=_DTYPE))
     draw_ids(torch.zeros(2, 128256), torch.zeros(2, 5, dtype=torch.float64), only_finite=True)
-    ids = torch.zeros(4, dtype=torch.int64)
-    uniforms(ids, ids, ids)
-    gather_blocks(torch.zeros(4, 8192, dtype=torch.uint8), ids, 0, 8192)
 
 
 if __name__ == "__main__":

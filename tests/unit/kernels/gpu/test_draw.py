@@ -11,8 +11,6 @@ from tests.unit.kernels.gpu.support import REFERENCE, noise
 from workers.kernels import NOT_FINITE, Draw
 from workers.kernels.gpu.interpreter import DEVICE
 from workers.kernels.gpu.kernels import GpuKernels
-from workers.kernels.gpu.philox import uniforms
-from workers.runtime.philox import uniform
 
 KERNELS = GpuKernels(torch.float32)
 FILTERS = [
@@ -111,11 +109,3 @@ def test_forbidden_ids_are_not_drawn() -> None:
 
 def test_no_rows() -> None:
     assert KERNELS.draw(noise(0, 10), []) == []
-
-
-def test_random_numbers_are_those_of_the_host() -> None:
-    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 123456789012345]
-    positions, choices = [0, 5, 2**31, 2**32 - 1, 77, 1000], [0, 1, 2, 3, 2**31, 0]
-    found = uniforms(*(torch.tensor(each, device=DEVICE) for each in (seeds, positions, choices)))
-    assert found.tolist() == [uniform(*each) for each in zip(seeds, positions, choices, strict=True)]
-    assert uniforms(*(torch.zeros(0, dtype=torch.int64, device=DEVICE),) * 3).tolist() == []

@@ -1,14 +1,11 @@
-"""Norms, activations and copies of blocks: what looks at one row at a time."""
+"""Norms and activations: what looks at one row at a time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.unit.kernels.gpu.support import DTYPES, REFERENCE, assert_close, noise
-from workers.kernels.gpu.activation import GELU, GELU_TANH, gated
-from workers.kernels.gpu.blocks import gather_blocks, scatter_blocks
 from workers.kernels.gpu.interpreter import DEVICE
 from workers.kernels.gpu.kernels import GpuKernels
 
@@ -51,9 +48,6 @@ def test_activations(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     own, x = GpuKernels(dtype), (noise(*shape) * 8).to(dtype)
     assert_close(own.silu_mul(x), REFERENCE.silu_mul(x))
     assert_close(own.gelu_new(x), REFERENCE.gelu_new(x))
-    gate, up = x.float().chunk(2, dim=-1)
-    assert_close(gated(x, GELU), (F.gelu(gate) * up).to(dtype))
-    assert_close(gated(x, GELU_TANH), (F.gelu(gate, approximate="tanh") * up).to(dtype))
     large = torch.tensor([[-3e38, 3e38, -100.0, 100.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE).to(dtype)
     assert_close(own.silu_mul(large), REFERENCE.silu_mul(large))
     assert_close(own.gelu_new(large), REFERENCE.gelu_new(large))
@@ -68,21 +62,3 @@ def test_a_row_has_the_same_bits_alone(dtype: torch.dtype) -> None:
         assert torch.equal(own.add_rms_norm(x[one], residual[one].clone(), weight, 1e-5)[0], together[one])
         assert torch.equal(own.rms_norm(x[one], weight, 1e-5), own.rms_norm(x, weight, 1e-5)[one])
         assert torch.equal(own.silu_mul(x[one]), own.silu_mul(x)[one])
-
-
-@pytest.mark.parametrize(
-    ("block_bytes", "offset", "num_bytes"), [(8192, 0, 8192), (960, 96, 160), (77, 5, 31)]
-)
-def test_blocks_are_gathered_and_scattered(
-    dtype: torch.dtype, block_bytes: int, offset: int, num_bytes: int
-) -> None:
-    memory = noise(9 * block_bytes).view(9, block_bytes).mul(40).to(torch.int8).view(torch.uint8)
-    part = slice(offset, offset + num_bytes)
-    blocks = torch.tensor([7, 0, 3], device=DEVICE)
-    data = gather_blocks(memory, blocks, offset, num_bytes)
-    assert torch.equal(data, memory[blocks, part])
-    wanted = memory.clone()
-    wanted[[2, 8, 1], part] = data
-    scatter_blocks(memory, torch.tensor([2, 8, 1], device=DEVICE), offset, data)
-    assert torch.equal(memory, wanted)
-    assert gather_blocks(memory, blocks[:0], offset, num_bytes).shape == (0, num_bytes)
