@@ -33,7 +33,7 @@ from workers.model.decoder import Decoder, load_decoder
 from workers.model.parallel import TensorParallel
 from workers.runtime.graphs.buckets import Buckets
 from workers.runtime.graphs.decoder import GraphedDecoder
-from workers.runtime.graphs.reserve import first_steps, largest_step, measure_reserve
+from workers.runtime.graphs.reserve import first_steps, largest_step, measure_reserve, other_steps
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
 CPU = torch.device("cpu")
@@ -215,6 +215,13 @@ def test_first_steps_have_all_kinds_of_sizes() -> None:
     assert first_steps(1) == [1]
 
 
+def test_other_steps_have_a_long_context_and_trees() -> None:
+    for max_model_len, longest in ((5000, 1024), (100, 100)):
+        headers = [header_of(step) for step in other_steps(16, max_model_len)]
+        assert [header.longest_context for header in headers] == [longest, 1, longest]
+        assert [header.num_parents for header in headers] == [0, 1, 1]
+
+
 def test_what_steps_take_is_measured_before_the_pool(family_folder: Folders) -> None:
     decoder = decoder_of(family_folder("llama"))
     device = EmulatedDevice(taken=1000, graph_bytes=[500, 30], peaks=[7000])
@@ -235,4 +242,4 @@ def test_what_steps_take_is_measured_before_the_pool(family_folder: Folders) -> 
     )
     # 3 numbers of rows with 2 contexts: the first graph, and five more like the second.
     assert (reserve.step_bytes, reserve.graph_bytes) == (7000, 500 + 5 * 30)
-    assert pools == [8]
+    assert pools == [75]  # for a context of 600 tokens

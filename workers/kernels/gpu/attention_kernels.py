@@ -8,7 +8,7 @@ import triton.language as tl
 from workers.kernels.gpu.attention_tiles import cells_of, divide, find_tokens, fold, weigh_tile
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
 def attend(
     q,
     keys,
@@ -133,7 +133,7 @@ def attend(
         tl.store(parts + result[:, None] * DIM + column[None, :], split_total, mask=is_real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def fold_splits(
     bests,
     masses,

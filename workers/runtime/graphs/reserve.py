@@ -1,7 +1,7 @@
 """Memory that steps need beside weights and KV pool, measured before the pool is made.
 
-Prompts of many lengths are computed over a small pool, because kernels are compiled at the first step of a
-kind, for seconds, which no request should wait for. The largest step that the schedule allows tells what
+Steps of all kinds are computed over a small pool, because kernels are compiled at the first step of a kind,
+for seconds, which no request should wait for. The largest step that the schedule allows tells what
 steps take. Then the two largest graphs are recorded, of which the second one tells what each further graph
 adds. Both are dropped.
 """
@@ -19,6 +19,7 @@ from workers.runtime.graphs.buckets import Buckets
 from workers.runtime.graphs.decoder import GraphedDecoder
 from workers.runtime.graphs.device import GraphDevice
 
+_LONG_CONTEXT = 1024  # tokens: several splits of attention (`workers.kernels.gpu.attention`)
 # Both filters: the form of sampling that needs most.
 _HARDEST = Draw(temperature=1.0, top_k=0, top_p=0.9, min_p=0.05, uniform=0.5)
 
@@ -48,7 +49,7 @@ def measure_reserve(
     """make_pool: a pool of so many blocks. buckets: of the graphs that there will be; None: there are none.
     Several ranks call this at the same time."""
     message, num_blocks = largest_step(schedule.max_step_tokens, block_size, max_model_len)
-    pool = make_pool(num_blocks)
+    pool = make_pool(max(num_blocks, -(-min(_LONG_CONTEXT, max_model_len) // block_size)))
     num_rows = min(MAX_LOGIT_ROWS, schedule.max_step_tokens)
 
     def step() -> None:
@@ -58,6 +59,8 @@ def measure_reserve(
 
     for num_tokens in first_steps(schedule.max_step_tokens):
         decoder.forward(largest_step(num_tokens, block_size, max_model_len)[0], pool)
+    for other in other_steps(block_size, max_model_len):
+        decoder.forward(other, pool)
     step()
     step_bytes = graph_device.peak_bytes(step)
     if buckets is None:
@@ -78,6 +81,24 @@ def first_steps(max_step_tokens: int) -> list[int]:
     Triton has a form of its own for 1 and for multiples of 16."""
     powers = [1 << place for place in range(max_step_tokens.bit_length())]
     return sorted({min(power + more, max_step_tokens) for power in powers for more in (0, 1)})
+
+
+def other_steps(block_size: int, max_model_len: int) -> list[StepMessage]:
+    """What has kernels of its own beside prompts: a row after a long context, whose splits go through memory,
+    and trees of guesses after a short and a long one. All their blocks are block 0."""
+    longest = min(_LONG_CONTEXT, max_model_len)
+    return [
+        pack_step(
+            lens=[1],
+            starts=[context - 1],
+            block_counts=[-(-context // block_size)],
+            token_ids=[0],
+            blocks=[0] * -(-context // block_size),
+            logit_rows=[0],
+            parents=parents,
+        )
+        for context, parents in ((longest, ()), (1, (-1,)), (longest, (-1,)))
+    ]
 
 
 def largest_step(max_step_tokens: int, block_size: int, max_model_len: int) -> tuple[StepMessage, int]:
