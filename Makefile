@@ -40,7 +40,7 @@ serve: install  ## serve the embedded model on http://127.0.0.1:8000 (Ctrl-C sto
 
 .PHONY: test
 test: install  ## all tests, about a quarter of an hour on two cores
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-unit test-models
+	@$(MAKE) --no-print-directory --jobs=2 test-unit test-models
 	$(TEST) tests/integration
 
 .PHONY: test-unit
