@@ -1,14 +1,15 @@
 """The arithmetic of inference: parameters, bytes and operations of a decoder, from its spec alone.
 
 Symbols as in papers: L layers, H hidden size, A attention heads, K key/value heads, D head dim, F inner size
-of the MLP, V vocabulary. Keys and values have K heads, not A: a formula with H is wrong for grouped queries.
+of the MLP, V vocabulary; of a mixture E experts, of which a token goes through k. Keys and values have K heads, not A: a formula with H is wrong for grouped queries.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from workers.model.architecture import ModelSpec
+from workers.model.architecture import ExpertsSpec, ModelSpec
 from workers.model.expected import expected_tensors
 from workers.runtime.pool_size import bytes_per_block
 
@@ -23,10 +24,21 @@ def num_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
 
 
 def layer_linear_parameters(spec: ModelSpec, rank: int = 0, tensor_parallel: int = 1) -> int:
-    """In the matrix products of all layers, as one rank has them: L (H (A + 2K) D + A D H + 3 H F)."""
-    return spec.num_layers * sum(
-        outputs * inputs for outputs, inputs in _layer_matrices(spec, rank, tensor_parallel)
+    """In the matrix products of all layers, as one rank has them: L (H (A + 2K) D + A D H + 3 H F), or
+    3 H F E with experts. The matrices that choose these are left out."""
+    return sum(
+        found.count * found.outputs * found.inputs for found in _matrices(spec, rank, tensor_parallel)
     )
+
+
+def active_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
+    """Of the whole model, without the experts that a token does not go through."""
+    idle = sum(
+        (experts.count - experts.per_token) * 3 * spec.hidden_size * experts.intermediate_size
+        for experts in spec.experts
+        if experts is not None
+    )
+    return num_parameters(spec, is_tied=is_tied) - idle
 
 
 def head_parameters(spec: ModelSpec) -> int:
@@ -49,10 +61,7 @@ def weight_bytes(
     if quantization == "none" and tensor_parallel == 1:
         return num_parameters(spec, is_tied=is_tied) * element_bytes
     vocab = len(spec.vocab_of_rank(rank, tensor_parallel))
-    matrices = spec.num_layers * sum(
-        matrix_bytes(outputs, inputs, element_bytes, quantization)
-        for outputs, inputs in _layer_matrices(spec, rank, tensor_parallel)
-    )
+    matrices = _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, quantization)
     embedding = vocab * spec.hidden_size * element_bytes
     head = matrix_bytes(vocab, spec.hidden_size, element_bytes, _of_head(quantization))
     is_shared = is_tied and quantization == "none"
@@ -67,13 +76,24 @@ def read_bytes(
     rank: int = 0,
     tensor_parallel: int = 1,
 ) -> int:
-    """What a rank reads of the weights in a step: all matrices and the head once, of the embedding next to
-    nothing."""
+    """What a rank reads of the weights in a step of many tokens: all matrices and the head once, of the
+    embedding next to nothing."""
     vocab = len(spec.vocab_of_rank(rank, tensor_parallel))
-    return spec.num_layers * sum(
-        matrix_bytes(outputs, inputs, element_bytes, quantization)
-        for outputs, inputs in _layer_matrices(spec, rank, tensor_parallel)
-    ) + matrix_bytes(vocab, spec.hidden_size, element_bytes, _of_head(quantization))
+    head = matrix_bytes(vocab, spec.hidden_size, element_bytes, _of_head(quantization))
+    return _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, quantization) + head
+
+
+def idle_bytes(
+    spec: ModelSpec, tokens: float, *, element_bytes: int = 2, quantization: str = "none"
+) -> float:
+    """Of `read_bytes` those of experts that no row of a step of so many tokens goes through: the share
+    (1 - k/E)^tokens of them, when each token's choice is as good as random."""
+    return sum(
+        (1 - experts.per_token / experts.count) ** tokens
+        * _bytes_of(_of_experts(spec, experts, experts.count), element_bytes, quantization)
+        for experts in spec.experts
+        if experts is not None
+    )
 
 
 def _of_head(quantization: str) -> str:
@@ -121,8 +141,9 @@ def attended_tokens(spec: ModelSpec, context: int) -> float:
 
 
 def linear_flop(spec: ModelSpec, tokens: int) -> int:
-    """2 x parameters of the layers' matrices x T. The head is not in it: prefill needs it for one row."""
-    return 2 * layer_linear_parameters(spec) * tokens
+    """2 x active parameters of the layers' matrices x T. The head is not in it: prefill needs it for one row."""
+    idle = num_parameters(spec, is_tied=False) - active_parameters(spec, is_tied=False)
+    return 2 * (layer_linear_parameters(spec) - idle) * tokens
 
 
 def head_flop(spec: ModelSpec, rows: int = 1) -> int:
@@ -145,22 +166,49 @@ def textbook_prefill_flop(spec: ModelSpec, tokens: int) -> int:
     return 2 * spec.num_layers * spec.hidden_size**2 * tokens
 
 
-def _layer_matrices(spec: ModelSpec, rank: int, tensor_parallel: int) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the four products of a layer, as the rank has them."""
+class _Matrices(NamedTuple):
+    """Equal matrices of all layers."""
+
+    outputs: int
+    inputs: int
+    count: int
+
+
+def _matrices(spec: ModelSpec, rank: int, tensor_parallel: int) -> list[_Matrices]:
+    """Of the products of all layers, as the rank has them."""
     queries = len(spec.q_heads_of_rank(rank, tensor_parallel)) * spec.head_dim
     keys = len(spec.kv_heads_of_rank(rank, tensor_parallel)) * spec.head_dim
     inner = len(spec.intermediate_of_rank(rank, tensor_parallel))
-    ups = 2 if spec.gated_mlp else 1
+    sparse = [experts for experts in spec.experts if experts is not None]
+    num_dense = spec.num_layers - len(sparse)
+    found = [
+        _Matrices(queries + 2 * keys, spec.hidden_size, spec.num_layers),
+        _Matrices(spec.hidden_size, queries, spec.num_layers),
+        _Matrices((2 if spec.gated_mlp else 1) * inner, spec.hidden_size, num_dense),
+        _Matrices(spec.hidden_size, inner, num_dense),
+    ]
+    for experts in sparse:
+        found += _of_experts(spec, experts, len(experts.of_rank(rank, tensor_parallel)))
+    return found
+
+
+def _of_experts(spec: ModelSpec, experts: ExpertsSpec, count: int) -> list[_Matrices]:
+    """Of some experts of a layer."""
     return [
-        (queries + 2 * keys, spec.hidden_size),
-        (spec.hidden_size, queries),
-        (ups * inner, spec.hidden_size),
-        (spec.hidden_size, inner),
+        _Matrices(2 * experts.intermediate_size, spec.hidden_size, count),
+        _Matrices(spec.hidden_size, experts.intermediate_size, count),
     ]
 
 
+def _bytes_of(matrices: list[_Matrices], element_bytes: int, quantization: str) -> int:
+    return sum(
+        found.count * matrix_bytes(found.outputs, found.inputs, element_bytes, quantization)
+        for found in matrices
+    )
+
+
 def _small_parameters(spec: ModelSpec) -> int:
-    """Norms, biases and learned positions, which every rank is counted to hold whole."""
+    """Norms, biases, learned positions and what chooses experts, which every rank is counted to hold whole."""
     matrices = layer_linear_parameters(spec) + 2 * head_parameters(spec)
     return num_parameters(spec, is_tied=False) - matrices
 

@@ -1,6 +1,7 @@
 """The least time that physics leaves for a step: reading at the read rate, or products at the matrix rate.
 
-Memory: all matrices once a step, and the keys and values of the contexts. Products: two operations a weight
+Memory: all matrices once a step, of experts those that its tokens are likely to choose, and the keys and
+values of the contexts. Products: two operations a weight
 and token, the head only for rows whose logits are wanted, attention over what is attended to. Nothing is
 counted for the traffic between ranks, so that a limit is never too low.
 """
@@ -16,6 +17,7 @@ from cluster.plan.arithmetic import (
     attended_pairs,
     attended_tokens,
     head_flop,
+    idle_bytes,
     kv_bytes_per_token,
     linear_flop,
     pair_flop,
@@ -53,8 +55,10 @@ class Load:
     """A model in the form in which it runs: bytes of all its matrices, and of a token's keys and values."""
 
     spec: ModelSpec
-    weight_bytes: float  # read once a step
+    weight_bytes: float  # read once a step of many tokens
     kv_bytes: int  # of a token
+    element_bytes: int = 2  # of weights that are not quantized
+    quantization: str = "none"
     speedup: float = 1.0  # of products with weights over bfloat16 ones; attention is not quantized
 
     @classmethod
@@ -66,15 +70,24 @@ class Load:
             spec=spec,
             weight_bytes=read_bytes(spec, element_bytes=element_bytes(dtype), quantization=quantization),
             kv_bytes=kv_bytes_per_token(spec, dtype=kv_dtype(cache, dtype)),
+            element_bytes=element_bytes(dtype),
+            quantization=quantization,
             speedup=1.0 if quantization == "none" else _QUANTIZED_SPEEDUP,
         )
+
+    def read_weight_bytes(self, tokens: int) -> float:
+        """In a step of so many tokens."""
+        idle = idle_bytes(
+            self.spec, tokens, element_bytes=self.element_bytes, quantization=self.quantization
+        )
+        return self.weight_bytes - idle
 
     def decode(self, batch: int, context: int) -> Work:
         """One token for each of `batch` sequences of `context` tokens."""
         seen = batch * attended_tokens(self.spec, context)
         products = (linear_flop(self.spec, batch) + head_flop(self.spec, batch)) / self.speedup
         return Work(
-            read_bytes=self.weight_bytes + seen * self.kv_bytes,
+            read_bytes=self.read_weight_bytes(batch) + seen * self.kv_bytes,
             flop=products + seen * pair_flop(self.spec),
         )
 
@@ -83,19 +96,19 @@ class Load:
         attention = attended_pairs(self.spec, tokens, cached) * pair_flop(self.spec)
         products = (linear_flop(self.spec, tokens) + head_flop(self.spec)) / self.speedup
         return Work(
-            read_bytes=self.weight_bytes + attended_tokens(self.spec, cached) * self.kv_bytes,
+            read_bytes=self.read_weight_bytes(tokens) + attended_tokens(self.spec, cached) * self.kv_bytes,
             flop=products + attention,
         )
 
     def turning_batch(self, roofs: Roofs | Device, context: int = 0) -> float:
         """Batch from which a decode step is bound by products; inf where every further sequence brings more
         reading of its keys and values than products."""
-        one, none = self.decode(1, context), self.weight_bytes
-        per_row_read = (one.read_bytes - none) / roofs.read_bytes_per_s
-        per_row_flop = one.flop / roofs.flop_per_s
+        weights_s = self.weight_bytes / roofs.read_bytes_per_s  # so many tokens choose all experts
+        per_row_read = attended_tokens(self.spec, context) * self.kv_bytes / roofs.read_bytes_per_s
+        per_row_flop = self.decode(1, context).flop / roofs.flop_per_s
         if per_row_flop <= per_row_read:
             return math.inf
-        return none / roofs.read_bytes_per_s / (per_row_flop - per_row_read)
+        return weights_s / (per_row_flop - per_row_read)
 
     def step_cost(self, device: Device, *, efficiency: float = 1.0) -> StepCost:
         """Of steps of one rank that reach this share of the ceilings."""

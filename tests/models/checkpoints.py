@@ -63,7 +63,7 @@ def perturb(model: PreTrainedModel, seed: int) -> None:
             parameter.data.add_(noise, alpha=0.3)
             continue
         is_conv1d = conv1d_inputs_first and ".h." in name
-        fan_in = parameter.shape[0] if is_conv1d else parameter.shape[1]
+        fan_in = parameter.shape[0] if is_conv1d else parameter.shape[-1]
         parameter.data.copy_(noise * fan_in**-0.5)
 
 

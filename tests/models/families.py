@@ -20,11 +20,13 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Starcoder2Config,
 )
 
@@ -165,6 +167,36 @@ _OTHERS = (
             "layer_types": ["sliding_attention"] * 2,
             "final_logit_softcapping": 5.0,
         },
+    ),
+    Family("mixtral", MixtralConfig, {**_TINY, "num_local_experts": 5}, seed=15),
+    Family(
+        "mixtral_sliding", MixtralConfig, {**_TINY, "num_local_experts": 3, "sliding_window": 16}, seed=29
+    ),
+    Family(
+        "qwen3_moe",
+        Qwen3MoeConfig,
+        {
+            **_TINY,
+            "num_hidden_layers": 3,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "mlp_only_layers": [1],
+        },
+        seed=49,
+    ),
+    Family(
+        "qwen3_moe_renormalized",
+        Qwen3MoeConfig,
+        {
+            **_TINY,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+        },
+        seed=103,
     ),
     Family("phi3", Phi3Config, {**_TINY_NO_HEAD_DIM, "intermediate_size": 97, "sliding_window": 16}, seed=10),
     Family("phi3_longrope", Phi3Config, {**_TINY_NO_HEAD_DIM, **_LONGROPE}, seed=18),

@@ -42,7 +42,7 @@ def quantized(source: Path, form: Quantization, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "llama_biased", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "llama_biased", "qwen3", "gpt2", "qwen3_moe"])
 def test_values_are_those_of_a_start_that_quantizes(
     name: str, form: Quantization, family_folder: Folders, tmp_path: Path
 ) -> None:

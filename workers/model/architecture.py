@@ -85,6 +85,20 @@ class Activation(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """The gated MLPs of a layer of which a row goes through some."""
+
+    count: int
+    per_token: int
+    intermediate_size: int  # of each
+    is_renormalized: bool  # the shares of the chosen ones are made to add up to 1
+
+    def of_rank(self, rank: int, tensor_parallel: int) -> range:
+        """Those that a rank holds; none, where ranks outnumber them."""
+        return share(self.count, rank, tensor_parallel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One decoder. Sizes are of the whole model; `*_of_rank` say what a rank holds of them."""
 
@@ -108,6 +122,7 @@ class ModelSpec:
     qkv_bias: bool
     output_bias: bool  # of the attention output projection
     mlp_bias: bool
+    experts: tuple[ExpertsSpec | None, ...] = ()  # per layer; None: one MLP; empty: so in all layers
     qk_norm: QkNorm = QkNorm.NONE
     rotary: tuple[RotarySpec | None, ...]  # per layer; None: nothing turns
     learned_positions: bool = False  # a table of max_model_len rows is added to the embedding
@@ -119,6 +134,9 @@ class ModelSpec:
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None  # as attention_soft_cap, after the division
     tie_word_embeddings: bool  # what the config says; the weight files decide (see weights.py)
+
+    def experts_of_layer(self, index: int) -> ExpertsSpec | None:
+        return self.experts[index] if self.experts else None
 
     @property
     def queries_per_kv_head(self) -> int:

@@ -31,6 +31,7 @@ from workers.kernels import (
 )
 from workers.model.architecture import LayerOrder, ModelSpec
 from workers.model.checkpoint import Checkpoint
+from workers.model.experts import add_slots
 from workers.model.fused import fuse
 from workers.model.layers import DecoderWeights, Layer
 from workers.model.loader import load_weights
@@ -75,6 +76,11 @@ class Decoder:
         self._parallel = parallel
         self._is_first_rank = parallel.rank == 0
         self._is_alone = parallel.size == 1
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether `run_batch` waits for nothing by itself; with experts the host counts their rows."""
+        return not any(self.spec.experts)
 
     @property
     def head_ids(self) -> tuple[int, ...] | None:
@@ -137,7 +143,8 @@ class Decoder:
     def run_batch(self, batch: StepBatch, kv: PagedCache) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The step operator by operator, whatever the batch says: logits, and what the head was given.
 
-        Logits are None on all ranks but the first. Waits for nothing, where the kernels do not.
+        Logits are None on all ranks but the first. Waits for nothing where it `is_recordable`, if the kernels
+        do not.
         """
         weights, rows = self._weights, batch.logit_rows
         residual = self._embed(batch)  # (T, hidden)
@@ -196,8 +203,9 @@ class Decoder:
             mixed = self._parallel.add_up(layer.output(attended))
             assert layer.mlp_norm is not None, "the MLP reads what attention has not"
             normed, residual = layer.mlp_norm.add(self._to_add(mixed, layer.attention_post_norm), residual)
-            # All-reduce: a rank has the share of its own inner columns; the same.
-            return self._to_add(self._parallel.add_up(layer.mlp(normed)), layer.mlp_post_norm), residual
+            # All-reduce: a rank has the share of its own inner columns, or experts; the same.
+            mixed = add_slots(self._parallel.add_up(layer.mlp(normed)))
+            return self._to_add(mixed, layer.mlp_post_norm), residual
         if layer.mlp_norm is not None:
             normed = layer.mlp_norm(residual)
         # All-reduce: one for the shares of both, which meet in the residual stream only.

@@ -14,7 +14,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if spec.learned_positions:
         found[f"{names.prefix}{names.positions}.weight"] = (spec.max_model_len, hidden)
     for index in range(spec.num_layers):
-        for part, shape in (*_attention(spec), *_mlp(spec), *_norms(spec)):
+        for part, shape in (*_attention(spec), *_mlp_of_layer(spec, index), *_norms(spec)):
             found[names.of_layer(index, part)] = shape
     found |= {f"{names.prefix}{name}": shape for name, shape in _norm(spec, names.final_norm)}
     found[f"{names.head}.weight"] = (spec.vocab_size, hidden)
@@ -39,6 +39,18 @@ def _attention(spec: ModelSpec) -> _Parts:
         found += [(f"{names.query_norm}.weight", (q_size,)), (f"{names.key_norm}.weight", (kv_size,))]
     output_inputs = spec.num_heads * spec.head_dim
     return found + _matrix(spec, names.output, hidden, output_inputs, spec.output_bias)
+
+
+def _mlp_of_layer(spec: ModelSpec, index: int) -> _Parts:
+    names, hidden, experts = spec.weights, spec.hidden_size, spec.experts_of_layer(index)
+    if experts is None:
+        return _mlp(spec)
+    found = _matrix(spec, names.router, experts.count, hidden, False)
+    for prefix in map(names.expert.format, range(experts.count)):
+        for up in (names.expert_gate, names.expert_up):
+            found += _matrix(spec, prefix + up, experts.intermediate_size, hidden, False)
+        found += _matrix(spec, prefix + names.expert_down, hidden, experts.intermediate_size, False)
+    return found
 
 
 def _mlp(spec: ModelSpec) -> _Parts:

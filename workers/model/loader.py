@@ -9,9 +9,10 @@ import torch
 
 from workers.kernels import Kernels, PackedLinear, Quantization, QuantizedWeight, SumOrder, TorchKernels
 from workers.kernels.quantized import stack
-from workers.model.architecture import LayerOrder, NormKind, NormPlaces, QkNorm
+from workers.model.architecture import ExpertsSpec, LayerOrder, NormKind, NormPlaces, QkNorm
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
+from workers.model.experts import ExpertMlp, Router
 from workers.model.layers import DecoderWeights, Layer
 from workers.model.lending import DRAFT_TOKEN_IDS
 from workers.model.mlp import DenseMlp, Mlp
@@ -159,6 +160,9 @@ class _Loader:
 
     def _mlp(self, index: int) -> Mlp:
         spec, names = self._spec, self._spec.weights
+        experts = spec.experts_of_layer(index)
+        if experts is not None:
+            return self._experts(index, experts)
         up = [(names.of_layer(index, part), spans) for part, spans in self._spans.up]
         return DenseMlp(
             kernels=self._kernels,
@@ -171,6 +175,36 @@ class _Loader:
                 spec.mlp_bias,
                 None if self._orders is None else self._orders.down,
             ),
+        )
+
+    def _experts(self, index: int, experts: ExpertsSpec) -> ExpertMlp:
+        names = self._spec.weights
+        router = names.of_layer(index, names.router)
+        gate = self._reader.matrix(self._checkpoint.stored_name(f"{router}.weight"))
+        own = experts.of_rank(self._parallel.rank, self._parallel.size)
+        return ExpertMlp(
+            router=Router(
+                # Few weights that decide much: never in few bits.
+                gate=self._pack(router, gate, None, Quantization.NONE, torch.float32),
+                per_token=experts.per_token,
+                is_renormalized=experts.is_renormalized,
+            ),
+            experts=tuple(self._expert(names.of_layer(index, names.expert.format(number))) for number in own),
+            first_id=own.start,
+            count=experts.count,
+        )
+
+    def _expert(self, prefix: str) -> DenseMlp:
+        """One of them, whole."""
+        names, down = self._spec.weights, prefix + self._spec.weights.expert_down
+        return DenseMlp(
+            kernels=self._kernels,
+            activation=self._spec.activation,
+            is_gated=True,
+            up=self._column_parallel(
+                [(prefix + names.expert_gate, ()), (prefix + names.expert_up, ())], has_bias=False
+            ),
+            down=self._pack(down, self._joined([(down, ())]), None, self._quantization),
         )
 
     def _query_key_norm(self, query: str, key: str) -> QueryKeyNorm | None:

@@ -38,6 +38,11 @@ class WeightNames:
     up: str
     down: str
     gate: str = ""  # equal to `up`: one tensor has both, the gate first
+    router: str = ""
+    expert: str = ""  # where the names of an expert begin, with {} for its number; then
+    expert_gate: str = ""
+    expert_up: str = ""
+    expert_down: str = ""
     query_norm: str = ""
     key_norm: str = ""
     positions: str = ""
@@ -54,6 +59,10 @@ class WeightNames:
             if stored.startswith(other):
                 return own + stored[len(other) :]
         return stored
+
+    def is_router(self, name: str) -> bool:
+        """Whether a matrix, by its name in the files, chooses experts."""
+        return bool(self.router) and name.endswith(f".{self.router}.weight")
 
     def is_buffer(self, name: str) -> bool:
         return name.endswith(self.buffers)

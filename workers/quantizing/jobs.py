@@ -75,9 +75,13 @@ def plan_of(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[PlannedTensor]:
 
 
 def _linear(checkpoint: Checkpoint) -> list[str]:
-    """The matrices of linear layers and the head, as a plain checkpoint calls them."""
+    """The matrices of linear layers and the head, as a plain checkpoint calls them. What chooses experts stays
+    as it is, as at load."""
+    names = checkpoint.spec.weights
     layers = [
-        name for name, shape in checkpoint.shapes.items() if len(shape) == 2 and checkpoint.is_of_layer(name)
+        name
+        for name, shape in checkpoint.shapes.items()
+        if len(shape) == 2 and checkpoint.is_of_layer(name) and not names.is_router(name)
     ]
     return [*layers, checkpoint.head_name]
 

@@ -27,9 +27,14 @@ def model_work(
     """Over all ranks of a group. KV heads that ranks hold twice are counted once."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * queries + 2 * keys)  # Q, K, V and the output projection
-    mlp = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
-    linear, head = spec.num_layers * (attention + mlp), spec.vocab_size * spec.hidden_size
-    linear_bytes = linear * _BYTES.get(forms.layers, dtype.itemsize)
+    experts = [found for found in spec.experts if found is not None]
+    dense = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
+    shared = spec.num_layers * attention + (spec.num_layers - len(experts)) * dense
+    # A token goes through some experts of a layer; a step of many reads all.
+    held = shared + sum(3 * spec.hidden_size * one.intermediate_size * one.count for one in experts)
+    linear = shared + sum(3 * spec.hidden_size * one.intermediate_size * one.per_token for one in experts)
+    head = spec.vocab_size * spec.hidden_size
+    linear_bytes = held * _BYTES.get(forms.layers, dtype.itemsize)
     head_bytes = head * _BYTES.get(forms.head, dtype.itemsize)
     return ModelWork(
         linear_weights=linear,

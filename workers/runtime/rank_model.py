@@ -123,7 +123,8 @@ class RankModel:
             self._checkpoint, self._dtype, self.device, parallel, quantization=self._quantization
         )
         # TorchKernels, where Triton is missing, wait for the device.
-        is_recordable = parallel.is_recordable and not isinstance(decoder.kernels, TorchKernels)
+        is_waiting = isinstance(decoder.kernels, TorchKernels) or not decoder.is_recordable
+        is_recordable = parallel.is_recordable and not is_waiting
         if self.device.type == "cuda" and self._config.parallel.cuda_graphs and is_recordable:
             self._buckets = Buckets(self._max_rows(), self._max_model_len)
         return decoder

@@ -44,8 +44,9 @@ def test_mistral_window_absent_and_null() -> None:
     [
         (
             {"model_type": "mamba"},
-            "model type 'mamba' is not supported; supported are llama, mistral, qwen2, qwen3, gpt2, gemma2, "
-            "gemma3_text, phi3, olmo2, granite, starcoder2, gpt_neox, falcon; docs/families.md says how to",
+            "model type 'mamba' is not supported; supported are llama, mistral, qwen2, qwen3, mixtral, "
+            "qwen3_moe, gpt2, gemma2, gemma3_text, phi3, olmo2, granite, starcoder2, gpt_neox, falcon; "
+            "docs/families.md says how to",
         ),
         ({"model_type": None}, "config.json lacks model_type"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),

@@ -15,6 +15,7 @@ from workers.model.families.gemma import gemma2, gemma3_text
 from workers.model.families.gpt2 import gpt2
 from workers.model.families.gpt_neox import gpt_neox
 from workers.model.families.llama import granite, llama, mistral, qwen2, qwen3
+from workers.model.families.moe import mixtral, qwen3_moe
 from workers.model.families.olmo2 import olmo2
 from workers.model.families.phi3 import phi3
 from workers.model.families.starcoder2 import starcoder2
@@ -24,6 +25,8 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], ModelSpec]] = {
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
     "gpt2": gpt2,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,

@@ -1,0 +1,106 @@
+"""Mixtures of experts (Shazeer et al. 2017): Mixtral (Jiang et al. 2024) and Qwen3-MoE (Yang et al. 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from workers.model.architecture import ExpertsSpec, ModelSpec, QkNorm
+from workers.model.config_fields import ConfigFields
+from workers.model.errors import CheckpointError
+from workers.model.families.common import MAX_INNER, MAX_LAYERS
+from workers.model.families.llama import LLAMA_NAMES, Traits, llama_like
+from workers.model.rotary_config import MAX_POSITIONS, RopeKeys
+
+_MAX_EXPERTS = 1024
+_MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16  # a name is made for every tensor of the config before any is looked for
+
+MIXTRAL_NAMES = replace(
+    LLAMA_NAMES,
+    router="block_sparse_moe.gate",
+    expert="block_sparse_moe.experts.{}.",
+    expert_gate="w1",
+    expert_up="w3",
+    expert_down="w2",
+)
+QWEN3_MOE_NAMES = replace(
+    LLAMA_NAMES,
+    router="mlp.gate",
+    expert="mlp.experts.{}.",
+    expert_gate="gate_proj",
+    expert_up="up_proj",
+    expert_down="down_proj",
+)
+
+
+def mixtral(fields: ConfigFields) -> ModelSpec:
+    """Experts in every layer."""
+    traits = Traits(
+        default_positions=4096 * 32,
+        default_kv_heads=None if fields.mentions("num_key_value_heads") else 8,
+        default_eps=1e-5,
+        window=fields.optional_integer("sliding_window", None, high=MAX_POSITIONS),
+        rope=RopeKeys(default_theta=1e6),
+    )
+    plain = llama_like(fields, traits)
+    experts = _experts(
+        fields,
+        count=fields.integer("num_local_experts", 8, high=_MAX_EXPERTS),
+        default_per_token=2,
+        intermediate_size=plain.intermediate_size,
+        is_renormalized=True,
+    )
+    return _with_experts(replace(plain, weights=MIXTRAL_NAMES), [experts] * plain.num_layers)
+
+
+def qwen3_moe(fields: ConfigFields) -> ModelSpec:
+    """Experts in every `decoder_sparse_step`-th layer that is not one of `mlp_only_layers`."""
+    attention_bias = fields.flag("attention_bias", False)
+    window = None
+    if fields.flag("use_sliding_window", False):
+        window = fields.optional_integer("sliding_window", 4096, high=MAX_POSITIONS)
+    traits = Traits(
+        default_positions=32768,
+        default_kv_heads=4,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm=QkNorm.HEADS,
+        window=window,
+    )
+    plain = llama_like(fields, traits)
+    count_key = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    experts = _experts(
+        fields,
+        count=fields.integer(count_key, 128, high=_MAX_EXPERTS),
+        default_per_token=8,
+        intermediate_size=fields.integer("moe_intermediate_size", 768, high=MAX_INNER),
+        is_renormalized=fields.flag("norm_topk_prob", False),
+    )
+    step = fields.integer("decoder_sparse_step", 1, high=MAX_LAYERS)
+    dense = []
+    if fields.has("mlp_only_layers"):
+        dense = fields.integers("mlp_only_layers", low=0, high=MAX_LAYERS)
+    by_layer = [
+        experts if index not in dense and (index + 1) % step == 0 else None
+        for index in range(plain.num_layers)
+    ]
+    return _with_experts(replace(plain, weights=QWEN3_MOE_NAMES), by_layer)
+
+
+def _experts(
+    fields: ConfigFields, *, count: int, default_per_token: int, intermediate_size: int, is_renormalized: bool
+) -> ExpertsSpec:
+    return ExpertsSpec(
+        count=count,
+        per_token=fields.integer("num_experts_per_tok", default_per_token, high=count),
+        intermediate_size=intermediate_size,
+        is_renormalized=is_renormalized,
+    )
+
+
+def _with_experts(plain: ModelSpec, by_layer: list[ExpertsSpec | None]) -> ModelSpec:
+    total = sum(experts.count for experts in by_layer if experts is not None)
+    if total > _MAX_EXPERTS_OF_ALL_LAYERS:
+        raise CheckpointError(
+            f"config.json: {total} experts in all layers; at most {_MAX_EXPERTS_OF_ALL_LAYERS} are supported"
+        )
+    return replace(plain, experts=tuple(by_layer))
