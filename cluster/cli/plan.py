@@ -30,7 +30,7 @@ from cluster.plan.deployment import deployment_text
 from cluster.plan.devices import UnknownDevice, device_names
 from cluster.plan.limits import BATCHES
 from cluster.plan.memory import DoesNotFit, Shape
-from cluster.plan.models import PlannedModel, UnknownModel, find_model
+from cluster.plan.models import REFERENCES, PlannedModel, UnknownModel, find_model
 from cluster.plan.plan import Plan, find_speed, make_plan, propose, smallest_ranks
 from cluster.plan.proposal import NotReachable
 from workers.config import CacheConfig, ScheduleConfig
@@ -49,7 +49,7 @@ def _most(path: str) -> int:
 def plan(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Folder, config.json, llama-2-7b, mistral-7b or smollm2-135m."),
+        typer.Argument(metavar="MODEL", help=f"Folder, config.json, {', '.join(REFERENCES)}."),
     ] = EMBEDDED_MODEL,
     device: Annotated[str, typer.Option("--device", help=f"One of {', '.join(device_names())}.")] = "this",
     context: Annotated[

@@ -36,6 +36,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "model": {
             "name": plan.model.name,
             "parameters": plan.model.num_parameters,
+            "active_parameters": plan.model.active_parameters,
             "layers": spec.num_layers,
             "hidden": spec.hidden_size,
             "heads": spec.num_heads,
@@ -91,10 +92,11 @@ def proposal_facts(proposed: Proposed) -> dict[str, Any]:
 def print_plan(terminal: Terminal, plan: Plan) -> None:
     """Model, device, memory, ranks, decode, prefill, notes."""
     spec, device = plan.model.spec, plan.device
+    active = f"{plan.model.active_parameters / 1e9:.3g} B of them for a token, " if any(spec.experts) else ""
     terminal.say(
-        f"{plan.model.name}: {plan.model.num_parameters / 1e9:.3g} B parameters, L {spec.num_layers}, "
-        f"H {spec.hidden_size}, A {spec.num_heads}, K {spec.num_kv_heads}, D {spec.head_dim}, "
-        f"F {spec.intermediate_size}, V {spec.vocab_size}",
+        f"{plan.model.name}: {plan.model.num_parameters / 1e9:.3g} B parameters, {active}"
+        f"L {spec.num_layers}, H {spec.hidden_size}, A {spec.num_heads}, K {spec.num_kv_heads}, "
+        f"D {spec.head_dim}, F {spec.intermediate_size}, V {spec.vocab_size}",
         style="bold",
     )
     ranks = plan.shape.tensor_parallel

@@ -1,7 +1,8 @@
 """The arithmetic of inference: parameters, bytes and operations of a decoder, from its spec alone.
 
 Symbols as in papers: L layers, H hidden size, A attention heads, K key/value heads, D head dim, F inner size
-of the MLP, V vocabulary; of a mixture E experts, of which a token goes through k. Keys and values have K heads, not A: a formula with H is wrong for grouped queries.
+of the MLP or of an expert, V vocabulary, E experts of a layer, k those of a token. Keys and values have K
+heads, not A: a formula with H is wrong for grouped queries.
 """
 
 from __future__ import annotations
@@ -26,19 +27,12 @@ def num_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
 def layer_linear_parameters(spec: ModelSpec, rank: int = 0, tensor_parallel: int = 1) -> int:
     """In the matrix products of all layers, as one rank has them: L (H (A + 2K) D + A D H + 3 H F), or
     3 H F E with experts. The matrices that choose these are left out."""
-    return sum(
-        found.count * found.outputs * found.inputs for found in _matrices(spec, rank, tensor_parallel)
-    )
+    return sum(found.count * found.outputs * found.inputs for found in _matrices(spec, rank, tensor_parallel))
 
 
 def active_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
     """Of the whole model, without the experts that a token does not go through."""
-    idle = sum(
-        (experts.count - experts.per_token) * 3 * spec.hidden_size * experts.intermediate_size
-        for experts in spec.experts
-        if experts is not None
-    )
-    return num_parameters(spec, is_tied=is_tied) - idle
+    return num_parameters(spec, is_tied=is_tied) - _idle_parameters(spec)
 
 
 def head_parameters(spec: ModelSpec) -> int:
@@ -141,9 +135,9 @@ def attended_tokens(spec: ModelSpec, context: int) -> float:
 
 
 def linear_flop(spec: ModelSpec, tokens: int) -> int:
-    """2 x active parameters of the layers' matrices x T. The head is not in it: prefill needs it for one row."""
-    idle = num_parameters(spec, is_tied=False) - active_parameters(spec, is_tied=False)
-    return 2 * (layer_linear_parameters(spec) - idle) * tokens
+    """2 x parameters that a token goes through in the layers' matrices x T. The head is not in it: prefill
+    needs it for one row."""
+    return 2 * (layer_linear_parameters(spec) - _idle_parameters(spec)) * tokens
 
 
 def head_flop(spec: ModelSpec, rows: int = 1) -> int:
@@ -207,8 +201,18 @@ def _bytes_of(matrices: list[_Matrices], element_bytes: int, quantization: str) 
     )
 
 
+def _idle_parameters(spec: ModelSpec) -> int:
+    """Of the experts that a token does not go through."""
+    return sum(
+        found.count * found.outputs * found.inputs
+        for experts in spec.experts
+        if experts is not None
+        for found in _of_experts(spec, experts, experts.count - experts.per_token)
+    )
+
+
 def _small_parameters(spec: ModelSpec) -> int:
-    """Norms, biases, learned positions and what chooses experts, which every rank is counted to hold whole."""
+    """Norms, biases, learned positions, and what chooses experts: each rank is counted to hold them whole."""
     matrices = layer_linear_parameters(spec) + 2 * head_parameters(spec)
     return num_parameters(spec, is_tied=False) - matrices
 

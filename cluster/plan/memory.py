@@ -173,8 +173,13 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
     bits = {"none": f"{element} B", "int8": "1 B + scales", "int4": "5 bits"}[shape.quantization]
     whole = f"{model.num_parameters:,} parameters x {bits}"
     queries, keys = len(spec.q_heads_of_rank(0, size)), len(spec.kv_heads_of_rank(0, size))
-    inner, vocab = len(spec.intermediate_of_rank(0, size)), len(spec.vocab_of_rank(0, size))
-    row = 4 * spec.hidden_size + (2 * queries + 2 * keys) * spec.head_dim + 3 * inner
+    vocab, experts = len(spec.vocab_of_rank(0, size)), [found for found in spec.experts if found is not None]
+    inner = max((found.intermediate_size for found in experts), default=0)
+    if len(experts) < spec.num_layers:
+        inner = max(inner, len(spec.intermediate_of_rank(0, size)))
+    # What the experts of a row give, and the same in float32.
+    wide = 4 + 3 * max((found.per_token for found in experts), default=0)
+    row = wide * spec.hidden_size + (2 * queries + 2 * keys) * spec.head_dim + 3 * inner
     tokens = shape.schedule.max_step_tokens
     logit_rows = min(shape.schedule.max_running, _KEPT_LOGIT_ROWS)
     turning = sum(rotary.dim for rotary in spec.rotaries)
@@ -191,7 +196,7 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
         MemoryPart(
             name="activations",
             num_bytes=tokens * row * element,
-            formula=f"{tokens} step tokens x (4 H + (2 A + 2 K) D + 3 F = {row:,}) x {element} B",
+            formula=f"{tokens} step tokens x ({wide} H + (2 A + 2 K) D + 3 F = {row:,}) x {element} B",
         ),
         MemoryPart(
             name="temporary buffers",

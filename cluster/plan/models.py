@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.models.embedded import SMOLLM2, canonical_path, model_folder
-from cluster.plan.arithmetic import num_parameters
+from cluster.plan.arithmetic import active_parameters, num_parameters
 from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.files import read_json
@@ -51,7 +51,19 @@ _SMOLLM2_135M: dict[str, object] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-REFERENCES = {"llama-2-7b": _LLAMA_2_7B, "mistral-7b": _MISTRAL_7B, "smollm2-135m": _SMOLLM2_135M}
+_MIXTRAL_8X7B: dict[str, object] = {
+    **_MISTRAL_7B,
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+REFERENCES = {
+    "llama-2-7b": _LLAMA_2_7B,
+    "mistral-7b": _MISTRAL_7B,
+    "mixtral-8x7b": _MIXTRAL_8X7B,
+    "smollm2-135m": _SMOLLM2_135M,
+}
 _EMBEDDED_NAMES = (EMBEDDED_MODEL, "smollm2-135m")
 
 
@@ -72,6 +84,11 @@ class PlannedModel:
     @property
     def num_parameters(self) -> int:
         return num_parameters(self.spec, is_tied=self.is_tied)
+
+    @property
+    def active_parameters(self) -> int:
+        """That a token goes through: of the experts of a layer only some."""
+        return active_parameters(self.spec, is_tied=self.is_tied)
 
     def quantization(self, setting: str, dtype: str) -> str:
         """`model.quantization` without `auto`, of a model that computes in `dtype`."""

@@ -77,9 +77,7 @@ class Load:
 
     def read_weight_bytes(self, tokens: int) -> float:
         """In a step of so many tokens."""
-        idle = idle_bytes(
-            self.spec, tokens, element_bytes=self.element_bytes, quantization=self.quantization
-        )
+        idle = idle_bytes(self.spec, tokens, element_bytes=self.element_bytes, quantization=self.quantization)
         return self.weight_bytes - idle
 
     def decode(self, batch: int, context: int) -> Work:

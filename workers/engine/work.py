@@ -5,7 +5,7 @@
                                 4 per layer, query head, element of a head, and pair of query and key
     bytes read                  all weights once a step, and the keys and values of every context
 
-Not covered: norms, activations, the embedding's rows, what is written, and what other ranks are told.
+Not covered: that a step of few tokens reads some of the experts only, norms, activations, the embedding's rows, what is written, and what other ranks are told.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from workers.engine.step import StepPlan
 class ModelWork:
     """What counts of a model, over all ranks of its group."""
 
-    linear_weights: int  # in matrix products of every token
+    linear_weights: int  # in matrix products of every token, which goes through some of the experts
     head_weights: int  # in those of a row of logits
     attention_width: int  # layers * query heads * elements of a head
-    weight_bytes: int  # of both, as they lie in memory
+    weight_bytes: int  # of both, with all experts, as they lie in memory
     kv_bytes_per_token: int
 
 

@@ -136,6 +136,7 @@ class ModelSpec:
     tie_word_embeddings: bool  # what the config says; the weight files decide (see weights.py)
 
     def experts_of_layer(self, index: int) -> ExpertsSpec | None:
+        """None: every row goes through the same MLP."""
         return self.experts[index] if self.experts else None
 
     @property

@@ -32,7 +32,7 @@ class Router:
         shares, ids = self.gate(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
         shares, ids = shares[:, : self.per_token], ids[:, : self.per_token]
         if self.is_renormalized:
-            shares = shares / shares.sum(-1, keepdim=True)
+            shares = shares / _sum_in_order(shares)[:, None]
         ids, order = ids.sort(dim=-1)
         return ids, shares.gather(1, order)
 
@@ -66,5 +66,10 @@ def add_slots(mixed: torch.Tensor) -> torch.Tensor:
     """What an Mlp gave, summed over the ranks: of slots (T, per token, hidden) the sum of each row."""
     if mixed.dim() == 2:
         return mixed
-    first, *others = mixed.float().unbind(1)
-    return sum(others, first).to(mixed.dtype)
+    return _sum_in_order(mixed.float()).to(mixed.dtype)
+
+
+def _sum_in_order(x: torch.Tensor) -> torch.Tensor:
+    """Over the second axis, from its first element on: torch's own sum takes the order that it likes."""
+    first, *others = x.unbind(1)
+    return sum(others, first)

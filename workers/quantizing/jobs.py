@@ -75,8 +75,8 @@ def plan_of(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[PlannedTensor]:
 
 
 def _linear(checkpoint: Checkpoint) -> list[str]:
-    """The matrices of linear layers and the head, as a plain checkpoint calls them. What chooses experts stays
-    as it is, as at load."""
+    """The matrices of linear layers and the head, as a plain checkpoint calls them, without what chooses
+    experts: that is never in few bits."""
     names = checkpoint.spec.weights
     layers = [
         name

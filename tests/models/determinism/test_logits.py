@@ -33,7 +33,13 @@ SHAPES: Mapping[str, tuple[dict[str, object], tuple[int, ...]]] = {
     ),
     "odd inner columns": ({"head_dim": 24, "intermediate_size": 97, "vocab_size": 129}, (1, 2, 4)),
 }
-FAMILIES: Mapping[str, tuple[int, ...]] = {"gpt2": (1, 2, 3, 4), "qwen2_sliding": (1, 2, 4), "qwen3": (1, 2)}
+FAMILIES: Mapping[str, tuple[int, ...]] = {
+    "gpt2": (1, 2, 3, 4),
+    "qwen2_sliding": (1, 2, 4),
+    "qwen3": (1, 2),
+    "mixtral": (1, 2, 4),
+    "qwen3_moe": (1, 2),
+}
 
 
 def texts_of(

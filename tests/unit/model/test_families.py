@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from workers.model.architecture import LayerOrder, ModelSpec, NormPlaces, QkNorm, RotaryKind
+from workers.model.architecture import ExpertsSpec, LayerOrder, ModelSpec, NormPlaces, QkNorm, RotaryKind
 from workers.model.errors import CheckpointError
 from workers.model.expected import expected_tensors
 from workers.model.names import QkvLayout
@@ -111,6 +111,10 @@ def test_norms_of_olmo2_are_of_the_whole_width_and_after() -> None:
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not one of"),
         ("phi3", {"rope_scaling": {"type": "su", "short_factor": [0] * 8}}, "8 numbers from 1e-06 to 1e+09"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a number from 1e-06 to 1e+06; got 0"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be an integer from 1 to 8; got 9"),
+        ("mixtral", {"num_hidden_layers": 1024, "num_local_experts": 65}, "66560 experts in all layers; at"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts must be an integer from 1 to 1024; got 0"),
+        ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers must be integers from 0 to 1024"),
         ("gemma3", {}, "model type 'gemma3' is not supported"),
     ],
 )
@@ -118,6 +122,38 @@ def test_refusals(model_type: str, overrides: dict[str, object], message: str) -
     with pytest.raises(CheckpointError) as caught:
         spec(model_type, **overrides)
     assert message in str(caught.value)
+
+
+def test_which_layers_of_qwen3_moe_have_experts() -> None:
+    def sparse(**overrides: object) -> list[int]:
+        return [index for index, found in enumerate(spec("qwen3_moe", **overrides).experts) if found]
+
+    assert sparse() == [0, 1, 2, 3]
+    assert sparse(decoder_sparse_step=2) == [1, 3]
+    assert sparse(decoder_sparse_step=2, mlp_only_layers=[3]) == [1]
+    assert sparse(mlp_only_layers=[0, 1, 2, 3]) == []
+    found = spec("qwen3_moe", num_local_experts=5, num_experts_per_tok=2, mlp_only_layers=[0])
+    assert found.experts_of_layer(0) is None
+    assert found.experts_of_layer(1) == ExpertsSpec(
+        count=5, per_token=2, intermediate_size=768, is_renormalized=False
+    )
+    tensors = expected_tensors(found)
+    assert tensors["model.layers.0.mlp.gate_proj.weight"] == (96, 64)
+    assert tensors["model.layers.1.mlp.gate.weight"] == (5, 64)
+    assert tensors["model.layers.1.mlp.experts.4.down_proj.weight"] == (64, 768)
+    assert "model.layers.1.mlp.up_proj.weight" not in tensors
+
+
+def test_experts_of_mixtral_have_the_inner_size_of_the_config() -> None:
+    found = spec("mixtral", num_local_experts=3)
+    (experts,) = set(found.experts)
+    assert experts == ExpertsSpec(count=3, per_token=2, intermediate_size=96, is_renormalized=True)
+    assert [list(experts.of_rank(rank, 4)) for rank in range(4)] == [[0], [1], [2], []]
+    shapes = expected_tensors(found)
+    names = [f"model.layers.3.block_sparse_moe.experts.2.w{number}.weight" for number in (1, 2, 3)]
+    assert [shapes[name] for name in names] == [(96, 64), (64, 96), (96, 64)]
+    assert found.norm_eps == 1e-5 and found.sliding_window == (None,) * 4
+    assert [rotary.theta for rotary in found.rotaries] == [1e6]
 
 
 def test_spans_of_fused_tensors() -> None:
@@ -157,7 +193,8 @@ _FALCON = {"vocab_size": 65024, "num_hidden_layers": 32, "num_attention_heads": 
 @pytest.mark.parametrize(
     ("model_type", "config", "parameters"),
     [
-        # Gemma 2 2B, Gemma 3 1B, Phi-3 mini, OLMo 2 7B, StarCoder2 3B, Pythia 160M, Falcon 7B and 40B.
+        # Gemma 2 2B, Gemma 3 1B, Phi-3 mini, OLMo 2 7B, StarCoder2 3B, Pythia 160M, Falcon 7B and 40B,
+        # Mixtral 8x7B, Qwen3 30B-A3B.
         (
             "gemma2",
             {"vocab_size": 256000, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8}
@@ -195,6 +232,18 @@ _FALCON = {"vocab_size": 65024, "num_hidden_layers": 32, "num_attention_heads": 
             {**_FALCON, "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128}
             | {"new_decoder_architecture": True, "num_kv_heads": 8},
             41_303_293_952,
+        ),
+        (
+            "mixtral",
+            {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+            | {"num_key_value_heads": 8, "intermediate_size": 14336},
+            46_702_792_704,
+        ),
+        (
+            "qwen3_moe",
+            {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+            | {"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144},
+            30_532_122_624,
         ),
     ],
 )

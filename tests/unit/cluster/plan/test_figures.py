@@ -1,6 +1,7 @@
 """The well-known figures of inference, to the digits in which people quote them."""
 
 import pytest
+import torch
 
 from cluster.figures.step_cost import causal_pairs
 from cluster.plan.arithmetic import (
@@ -20,6 +21,8 @@ from cluster.plan.memory import Shape, plan_memory
 from cluster.plan.models import REFERENCES, PlannedModel, find_model
 from cluster.plan.roofline import Load
 from cluster.plan.textbook import notes, textbook_figures
+from workers.kernels import Quantization
+from workers.runtime.model_work import WeightForms, model_work
 
 A100 = DEVICES["a100-80g"]
 MIB, GIB = 1 << 20, 1 << 30
@@ -179,6 +182,27 @@ def test_one_rank_keeps_every_parameter() -> None:
         assert weight_bytes(model.spec, is_tied=model.is_tied) == 2 * num_parameters(
             model.spec, is_tied=model.is_tied
         )
+
+
+def test_experts_count_where_they_are_used() -> None:
+    """Mixtral 8x7B: 46.7 B parameters, of which a token goes through 12.9 B."""
+    model = find_model("mixtral-8x7b")
+    assert (model.num_parameters, model.active_parameters) == (46_702_792_704, 12_879_925_248)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert linear_flop(model.spec, 10) == 20 * (32 * (2 * 4096**2 + 2 * 4096 * 1024) + experts // 4)
+    load = Load.of(model.spec)
+    kv = kv_bytes_per_token(model.spec)
+    for batch, share in ((1, 1 / 4), (2, 1 - (3 / 4) ** 2), (64, 1 - (3 / 4) ** 64)):
+        read = load.decode(batch, 100).read_bytes - 100 * batch * kv
+        assert read == pytest.approx(load.weight_bytes - 2 * experts * (1 - share))
+    work = model_work(
+        model.spec,
+        torch.bfloat16,
+        WeightForms(Quantization.NONE, Quantization.NONE),
+        kv_bytes_per_token=kv,
+    )
+    assert 20 * work.linear_weights == linear_flop(model.spec, 10)
+    assert work.weight_bytes == load.weight_bytes
 
 
 def test_notes_quote_the_figures(llama: PlannedModel) -> None:

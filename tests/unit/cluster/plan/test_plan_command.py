@@ -82,7 +82,7 @@ def test_models_come_from_folders_files_and_names(tiny_model: Path) -> None:
     assert folder.path == str(tiny_model) and file.path is None
     assert folder.model_hash("none") is not None and file.model_hash("none") is None
     assert find_model("SmolLM2-135M").path == EMBEDDED_MODEL
-    with pytest.raises(UnknownModel, match="llama-2-7b, mistral-7b, smollm2-135m"):
+    with pytest.raises(UnknownModel, match="llama-2-7b, mistral-7b, mixtral-8x7b, smollm2-135m"):
         find_model("nosuch")
 
 
