@@ -5,7 +5,8 @@
                                 4 per layer, query head, element of a head, and pair of query and key
     bytes read                  all weights once a step, and the keys and values of every context
 
-Not covered: that a step of few tokens reads some of the experts only, norms, activations, the embedding's rows, what is written, and what other ranks are told.
+Not covered: that a step of few tokens reads some of the experts only, norms, activations, the embedding's
+rows, what is written, and what other ranks are told.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from workers.regular_file import open_regular
 
 _log = logging.getLogger(__name__)
 _MAX_TOKEN_ID = (1 << 31) - 1
+_MOST_TOLD = 40  # of differences; a model with experts may miss thousands of tensors
 _SAMPLES, _SAMPLE_BYTES = 4, 4096  # of a tensor, for model_hash
 
 
@@ -247,9 +248,12 @@ class Checkpoint:
             if name not in parts and name not in beside and not self._may_be_idle(name):
                 problems.append(f"not part of this model: {name}")
         if problems:
+            told, half = problems, _MOST_TOLD // 2
+            if len(problems) > _MOST_TOLD:
+                told = [*problems[:half], f"(and {len(problems) - 2 * half} more)", *problems[-half:]]
             raise CheckpointError(
                 f"{self.folder}: {len(problems)} differences between config.json and the weight files:\n  "
-                + "\n  ".join(problems)
+                + "\n  ".join(told)
             )
 
     def _may_be_idle(self, name: str) -> bool:
