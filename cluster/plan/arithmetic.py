@@ -27,7 +27,9 @@ def num_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
 def layer_linear_parameters(spec: ModelSpec, rank: int = 0, tensor_parallel: int = 1) -> int:
     """In the matrix products of all layers, as one rank has them: L (H (A + 2K) D + A D H + 3 H F), or
     3 H F E with experts. The matrices that choose these are left out."""
-    return sum(found.count * found.outputs * found.inputs for found in _matrices(spec, rank, tensor_parallel))
+    return sum(
+        found.number * found.outputs * found.inputs for found in _matrices(spec, rank, tensor_parallel)
+    )
 
 
 def active_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
@@ -77,9 +79,7 @@ def read_bytes(
     return _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, quantization) + head
 
 
-def idle_bytes(
-    spec: ModelSpec, tokens: float, *, element_bytes: int = 2, quantization: str = "none"
-) -> float:
+def idle_bytes(spec: ModelSpec, tokens: int, *, element_bytes: int = 2, quantization: str = "none") -> float:
     """Of `read_bytes` those of experts that no row of a step of so many tokens goes through: the share
     (1 - k/E)^tokens of them, when each token's choice is as good as random."""
     return sum(
@@ -165,7 +165,7 @@ class _Matrices(NamedTuple):
 
     outputs: int
     inputs: int
-    count: int
+    number: int
 
 
 def _matrices(spec: ModelSpec, rank: int, tensor_parallel: int) -> list[_Matrices]:
@@ -196,7 +196,7 @@ def _of_experts(spec: ModelSpec, experts: ExpertsSpec, count: int) -> list[_Matr
 
 def _bytes_of(matrices: list[_Matrices], element_bytes: int, quantization: str) -> int:
     return sum(
-        found.count * matrix_bytes(found.outputs, found.inputs, element_bytes, quantization)
+        found.number * matrix_bytes(found.outputs, found.inputs, element_bytes, quantization)
         for found in matrices
     )
 
@@ -204,7 +204,7 @@ def _bytes_of(matrices: list[_Matrices], element_bytes: int, quantization: str) 
 def _idle_parameters(spec: ModelSpec) -> int:
     """Of the experts that a token does not go through."""
     return sum(
-        found.count * found.outputs * found.inputs
+        found.number * found.outputs * found.inputs
         for experts in spec.experts
         if experts is not None
         for found in _of_experts(spec, experts, experts.count - experts.per_token)

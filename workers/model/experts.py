@@ -53,7 +53,7 @@ class ExpertMlp:
         by_slot, share_of = ids.flatten(), shares.flatten()
         slots = x.new_zeros((len(by_slot), x.shape[1]))
         counts = torch.bincount(by_slot, minlength=self.count).tolist()
-        by_expert = by_slot.argsort(stable=True).split(counts)
+        by_expert = torch.split_with_sizes(by_slot.argsort(stable=True), counts)
         for expert, own in zip(self.experts, by_expert[self.first_id :], strict=False):
             if len(own):
                 found = expert(x[own // per_token])
