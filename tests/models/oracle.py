@@ -123,6 +123,18 @@ class Oracle:
         self._forget_dynamic_rotary()
         return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
+    def routing_margins(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """How far the last expert that a token takes is ahead of the first that it leaves, (tokens,).
+
+        In the router's logits, the smallest over the layers; infinite for a decoder without experts.
+        """
+        if not hasattr(self.model.config, "num_experts_per_tok"):
+            return torch.full((len(token_ids),), torch.inf)
+        taken = self.model.config.num_experts_per_tok
+        out = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_router_logits=True)
+        best = torch.stack(out.router_logits).topk(taken + 1, dim=-1).values  # (layers, tokens, taken + 1)
+        return (best[..., -2] - best[..., -1]).amin(dim=0)
+
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every token but the first, given those before it."""
         scores = torch.log_softmax(self.logits(token_ids), dim=-1)[:-1]

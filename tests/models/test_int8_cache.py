@@ -39,11 +39,17 @@ def text_for(name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", [entry.name for entry in checkpoints.FAMILIES])
 def test_logits_stay_close_to_transformers(name: str, family_folder: Folders) -> None:
-    """Logits of spread 1, where float32 with unquantized keys and values is exact."""
+    """Logits of spread 1, where float32 with unquantized keys and values is exact.
+
+    A token whose experts nearly tie may take another one, and its logits jump: the mean counts it, the
+    largest error does not.
+    """
     folder, text = family_folder(name), text_for(name)
-    found = logits_of(paged_model(folder, kv_dtype=torch.int8), text)
-    error = (found - Oracle(folder).logits(text)).abs()
-    assert 0 < float(error.mean()) < 0.02 and float(error.max()) < 0.2
+    oracle = Oracle(folder)
+    error = (logits_of(paged_model(folder, kv_dtype=torch.int8), text) - oracle.logits(text)).abs()
+    assert 0 < float(error.mean()) < 0.02
+    tied = oracle.routing_margins(text) < 0.02
+    assert int(tied.sum()) <= len(text) // 10 and float(error[~tied].max()) < 0.2
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2", "llama_head_dim_24"])
