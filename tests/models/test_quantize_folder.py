@@ -133,6 +133,13 @@ def test_an_embedding_in_few_bits_is_refused(
         quantized(source, Quantization.INT8, no_leftovers / "out")
 
 
+def test_a_router_in_few_bits_is_refused(family_folder: Folders, tmp_path: Path, no_leftovers: Path) -> None:
+    source = make(tmp_path, family_folder("mixtral"), checkpoint_form("fp8")).folder
+    name = r"model\.layers\.0\.block_sparse_moe\.gate\.weight"
+    with pytest.raises(CheckpointError, match=f"{name} is stored in few bits, which cannot be written"):
+        quantized(source, Quantization.INT8, no_leftovers / "out")
+
+
 def test_errors_say_how_far_each_matrix_is_off(family_folder: Folders, tmp_path: Path) -> None:
     errors = quantize_folder(Checkpoint(family_folder("llama")), Quantization.INT4, tmp_path / "out", silent)
     assert len(errors) == 2 * 7 + 1

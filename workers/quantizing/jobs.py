@@ -28,10 +28,11 @@ class Job:
 def jobs_of(checkpoint: Checkpoint, form: Quantization) -> dict[Path, list[Job]]:
     """By file of the source, in their order there. Tensors without effect are left out.
 
-    Raises CheckpointError for an embedding in few bits: what is written has one as values.
+    Raises CheckpointError for matrices in few bits that what is written has as values: embeddings, and those
+    that choose experts.
     """
     names = checkpoint.spec.weights
-    _check_embeddings(checkpoint)
+    _check_copied(checkpoint)
     head, embedding = f"{names.head}.weight", f"{checkpoint.prefix}{names.embedding}.weight"
     owners = {part: name for name in _linear(checkpoint) for part in _parts(checkpoint, name)}
     spare = {head, embedding} - {checkpoint.embedding_name} if checkpoint.is_tied else set()
@@ -75,24 +76,25 @@ def plan_of(checkpoint: Checkpoint, jobs: Sequence[Job]) -> list[PlannedTensor]:
 
 
 def _linear(checkpoint: Checkpoint) -> list[str]:
-    """The matrices of linear layers and the head, as a plain checkpoint calls them, without what chooses
-    experts: that is never in few bits."""
+    """The matrices of linear layers and the head, as a plain checkpoint calls them."""
+    return [*_linear_of_layers(checkpoint), checkpoint.head_name]
+
+
+def _linear_of_layers(checkpoint: Checkpoint) -> list[str]:
+    """Without what chooses experts: that is never in few bits."""
     names = checkpoint.spec.weights
-    layers = [
+    return [
         name
         for name, shape in checkpoint.shapes.items()
         if len(shape) == 2 and checkpoint.is_of_layer(name) and not names.is_router(name)
     ]
-    return [*layers, checkpoint.head_name]
 
 
-def _check_embeddings(checkpoint: Checkpoint) -> None:
-    """Of tokens and of positions: what is no matrix of a layer and not the head."""
-    head = f"{checkpoint.spec.weights.head}.weight"
+def _check_copied(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError for a matrix that would be copied as it is, in few bits."""
+    quantized = {*_linear_of_layers(checkpoint), f"{checkpoint.spec.weights.head}.weight"}
     for name, shape in checkpoint.shapes.items():
-        if name == head or len(shape) != 2 or checkpoint.is_of_layer(name):
-            continue
-        if checkpoint.stem(name) is not None:
+        if len(shape) == 2 and name not in quantized and checkpoint.stem(name) is not None:
             raise CheckpointError(
                 f"{checkpoint.folder}: {name} is stored in few bits, which cannot be written: "
                 "quantize the folder that it was made of"
