@@ -57,6 +57,7 @@ _READ_BYTES = 8 << 20
 _SAMPLE_S = 0.01
 _TIMEOUT_S = 1800.0
 _START_S = 120.0  # for a rank to import what it needs
+_END_S = 30.0  # for a rank that was killed, which may be in the middle of a read
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -155,10 +156,11 @@ def _run_ranks(folder: Path, numbers: Sequence[int], size: int) -> list[dict[str
         for rank in numbers
     ]
     try:
-        for rank in ranks:
+        for number, rank in zip(numbers, ranks, strict=True):
             assert rank.stdout is not None
             says, _, _ = select.select([rank.stdout], [], [], _START_S)
-            assert says and rank.stdout.readline() == "ready\n", f"a rank did not start within {_START_S:g} s"
+            assert says, f"rank {number} did not start within {_START_S:g} s"
+            assert rank.stdout.readline() == "ready\n", f"rank {number} ended before it was ready"
         for rank in ranks:
             assert rank.stdin is not None
             rank.stdin.write("go\n")
@@ -167,7 +169,7 @@ def _run_ranks(folder: Path, numbers: Sequence[int], size: int) -> list[dict[str
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.wait(_END_S)
 
 
 def _rank(folder: Path, rank: int, size: int) -> int:
