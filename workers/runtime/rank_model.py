@@ -122,9 +122,8 @@ class RankModel:
         decoder = load_decoder(
             self._checkpoint, self._dtype, self.device, parallel, quantization=self._quantization
         )
-        # TorchKernels, where Triton is missing, wait for the device.
-        is_waiting = isinstance(decoder.kernels, TorchKernels) or not decoder.is_recordable
-        is_recordable = parallel.is_recordable and not is_waiting
+        has_triton = not isinstance(decoder.kernels, TorchKernels)  # which wait for the device
+        is_recordable = has_triton and decoder.is_recordable and parallel.is_recordable
         if self.device.type == "cuda" and self._config.parallel.cuda_graphs and is_recordable:
             self._buckets = Buckets(self._max_rows(), self._max_model_len)
         return decoder
