@@ -2,7 +2,8 @@
 
 Weights: bf16 is a float32 model computed in bfloat16; int8 and int4 are optimum-intel's weight compression
 with its defaults, also computed in bfloat16; groups of int4 are of 64 weights, since the default of 128 does
-not divide SmolLM2's width of 576 and is refused. Keys and values as OpenVINO's CPU plugin has them by default.
+not divide SmolLM2's width of 576 and is refused. Keys and values as OpenVINO's CPU plugin has them by
+default.
 """
 
 from __future__ import annotations
