@@ -243,7 +243,7 @@ def test_ranks_that_see_different_files_do_not_start(
         if file.suffix == ".safetensors":
             content[-5] ^= 1
         (tmp_path / file.name).write_bytes(content)
-    config = group_config(folder, 2, step_timeout_s=TIMEOUT_S)
+    config = group_config(folder, 2)
     leader = Leader(config, on_failure=lambda reason: None)
     other = replace(config, model=replace(config.model, path=str(tmp_path)))
     follower = start_follower(RankOrder(config=other, rank=1, rendezvous=leader.rendezvous))
@@ -254,7 +254,7 @@ def test_ranks_that_see_different_files_do_not_start(
 
 
 def test_a_follower_that_dies_while_loading(family_folder: Callable[[str], Path]) -> None:
-    config = group_config(family_folder("llama"), 2, step_timeout_s=TIMEOUT_S)
+    config = group_config(family_folder("llama"), 2)
     leader = Leader(config, on_failure=lambda reason: None)
     broken = replace(config, model=replace(config.model, path="/nowhere"))
     follower = start_follower(RankOrder(config=broken, rank=1, rendezvous=leader.rendezvous))

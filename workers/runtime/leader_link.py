@@ -32,6 +32,7 @@ from workers.runtime.frames import Frame, FrameKind, FrameSocket, PeerClosed, Pe
 from workers.runtime.handshake import Facts, pack_facts, unpack_facts, welcome
 
 PROGRESS = struct.Struct("<qq")  # body of a follower's heartbeat: steps begun, steps finished
+_LAST_WORDS_S = 1.0  # for the watchdog to read those of a follower that has gone
 _log = logging.getLogger(__name__)
 
 
@@ -239,7 +240,8 @@ class LeaderLink:
             try:
                 follower.frames.send(kind, body)
             except (PeerClosed, PeerSilent) as error:
-                self._fail(f"{follower.name} died or hangs: {error}")
+                if not self._failed.wait(_LAST_WORDS_S):  # the watchdog reads what it has said before
+                    self._fail(f"{follower.name} died or hangs: {error}")
                 self.check()
 
     def _try_send_all(self, kind: FrameKind, body: bytes) -> None:
@@ -328,6 +330,15 @@ class LeaderLink:
         for follower in self._followers.values():
             try:
                 follower.frames.send_if_idle(FrameKind.HEARTBEAT)
-            except (PeerClosed, PeerSilent) as error:
+            except PeerClosed:
+                return self._last_words(follower)
+            except PeerSilent as error:
                 return f"{follower.name} died: {error}"
         return None
+
+    def _last_words(self, follower: _Follower) -> str:
+        """Why a follower has closed its connection, if it said so before; reading does not wait any more."""
+        while True:
+            problem = self._read_frames([follower], time.monotonic())
+            if problem is not None:
+                return problem

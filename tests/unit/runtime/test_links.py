@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.unit.runtime.links import (
 from workers.engine.step import GroupFailed
 from workers.runtime.follower_link import LeaderLost
 from workers.runtime.frames import FrameKind, ProtocolError
+from workers.runtime.handshake import join
 from workers.runtime.leader_link import PROGRESS
 
 
@@ -230,6 +232,17 @@ def test_what_a_follower_says_ends_the_group(kind, body, says):
         with pytest.raises(GroupFailed, match=says):
             made.link.check()
         frames.close()
+
+
+def test_what_a_follower_said_before_it_left_is_heard_while_others_are_awaited():
+    with group(3) as made, ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(made.link.accept, 5.0)
+        frames = join(made.rendezvous, 1, timeout_s=5)
+        frames.send(FrameKind.HEARTBEAT, PROGRESS.pack(0, 0))
+        frames.send(FrameKind.FAULT, b"MemoryError: no room")
+        frames.close()
+        with pytest.raises(GroupFailed, match=r"rank 1 \(pid \d+\) failed: MemoryError: no room"):
+            accepting.result(5)
 
 
 def test_explain_prefers_the_watchdog():
