@@ -31,6 +31,7 @@ from workers.types import GenerateRequest, TokenChunk
 NUM_PROMPT_TOKENS = 3
 LONG = {"prompt": "abc", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
 PERIOD_S = 0.05  # of publishing
+Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]  # of `/metrics`: values by name and labels
 
 
 class TwoEngines(DispatcherDouble):
@@ -143,11 +144,11 @@ def engine(folder: Path, group: str) -> Iterator[LocalDispatcher]:
         yield dispatcher
 
 
-def total(text: str, name: str, **labels: str) -> float:
+def total(page: Page, name: str, **labels: str) -> float:
     """The sum over a name's series that have these labels, as a dashboard would count."""
     found = [
         value
-        for (series, own), value in samples(text).items()
+        for (series, own), value in page.items()
         if series == f"tandem_{name}" and labels.items() <= dict(own).items()
     ]
     assert found, name
@@ -197,34 +198,35 @@ def test_counts_add_up(replicas: Replicas) -> None:
         return texts, usage
 
     texts, usage = asyncio.run(asyncio.wait_for(run(), 120))
-    for text in texts:
+    pages = [samples(text) for text in texts]
+    for page in pages:
         reasons = {
-            reason: total(text, "requests_total", reason=reason) for reason in ("stop", "length", "aborted")
+            reason: total(page, "requests_total", reason=reason) for reason in ("stop", "length", "aborted")
         }
         assert reasons == {"stop": 6, "length": 6, "aborted": 6}
-        assert total(text, "requests_total") == 18
+        assert total(page, "requests_total") == 18
         assert (
-            total(text, "client_errors_total")
-            == total(text, "client_errors_total", code="invalid_value")
+            total(page, "client_errors_total")
+            == total(page, "client_errors_total", code="invalid_value")
             == 2
         )
-        assert total(text, "server_errors_total") == total(text, "telemetry_failures_total") == 0
-        assert total(text, "ttft_seconds_count") == 16
-        assert total(text, "e2e_seconds_count") == 18
-        assert total(text, "prompt_tokens_total") == usage["prompt_tokens"] + 6 * NUM_PROMPT_TOKENS
+        assert total(page, "server_errors_total") == total(page, "telemetry_failures_total") == 0
+        assert total(page, "ttft_seconds_count") == 16
+        assert total(page, "e2e_seconds_count") == 18
+        assert total(page, "prompt_tokens_total") == usage["prompt_tokens"] + 6 * NUM_PROMPT_TOKENS
         # An engine may be a few tokens ahead of what it could still deliver to those that left.
-        delivered = total(text, "generation_tokens_total")
-        assert usage["completion_tokens"] + 4 <= delivered <= total(text, "engine_generated_tokens_total")
-        assert total(text, "engine_running") == total(text, "engine_waiting") == 0
-        assert total(text, "engine_up") == 2
-    check_series(texts)
+        delivered = total(page, "generation_tokens_total")
+        assert usage["completion_tokens"] + 4 <= delivered <= total(page, "engine_generated_tokens_total")
+        assert total(page, "engine_running") == total(page, "engine_waiting") == 0
+        assert total(page, "engine_up") == 2
+    check_series(pages)
 
 
-def check_series(texts: list[str]) -> None:
+def check_series(pages: list[Page]) -> None:
     """Labels and buckets are right; no series falls, comes or goes."""
-    for text in texts:
+    for page in pages:
         rows: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
-        for (name, labels), value in samples(text).items():
+        for (name, labels), value in page.items():
             own = dict(labels)
             assert own["model"] == MODEL
             assert own.keys() & {"replica", "group"}, name
@@ -233,20 +235,18 @@ def check_series(texts: list[str]) -> None:
                 rows.setdefault((name, tuple(own.items())), []).append(value)
             assert not name.endswith(("_ms", "_s"))
         for (name, own_labels), buckets in rows.items():
-            whole = name.removeprefix("tandem_").replace("_bucket", "_count")
-            count = total(text, whole, **dict(own_labels))
             assert buckets == sorted(buckets)
-            assert buckets[-1] == count
+            assert buckets[-1] == page[name.removesuffix("_bucket") + "_count", own_labels]
     counters = [
         {
             key: value
-            for key, value in samples(text).items()
+            for key, value in page.items()
             if key[0].endswith(("_total", "_bucket", "_count", "_sum"))
             and "event_loop_lag" not in key[0]  # time goes on
         }
-        for text in texts
+        for page in pages
     ]
-    assert counters == [counters[0]] * len(texts)  # nothing happens any more
+    assert counters == [counters[0]] * len(pages)  # nothing happens any more
     assert {dict(labels).get("replica") for _, labels in counters[0]} == {"r1", "r2", None}
 
 
@@ -264,13 +264,10 @@ def test_no_counter_falls_while_requests_run(replicas: Replicas) -> None:
     texts = asyncio.run(asyncio.wait_for(run(), 120))
     assert len(texts) >= 10
     last: dict[Any, float] = {}
-    for text in texts:
-        now = {
-            key: value
-            for key, value in samples(text).items()
-            if key[0].endswith(("_total", "_bucket", "_count"))
-        }
+    pages = [samples(text) for text in texts]
+    for page in pages:
+        now = {key: value for key, value in page.items() if key[0].endswith(("_total", "_bucket", "_count"))}
         assert {key: (last[key], now.get(key)) for key in last if now.get(key, -1.0) < last[key]} == {}
         last = now
-    assert total(texts[-1], "requests_total", reason="length") == 16
-    assert total(texts[-1], "ttft_seconds_count") == 16
+    assert total(pages[-1], "requests_total", reason="length") == 16
+    assert total(pages[-1], "ttft_seconds_count") == 16
