@@ -27,6 +27,7 @@ from router.text.tokenizer import TextTokenizer
 from workers.group_start import pool_of
 from workers.metrics.ray_export import keep_exporting
 from workers.secret import application_secret
+from workers.tasks import start_task
 from workers.types import GenerateRequest, GroupId
 
 _WAKE_TIMEOUT_S = 30.0  # of one question for a group
@@ -144,7 +145,7 @@ class Router:
                 "stays; `tandem status` says what its groups wait for"
             ) from None
         await self._telemetry.start()
-        self._export = asyncio.create_task(keep_exporting(self._telemetry.own_families))
+        self._export = start_task(keep_exporting(self._telemetry.own_families), "export of counts to Ray")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's call for the application, after the constructor."""

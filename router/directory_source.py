@@ -89,12 +89,14 @@ class DirectoryHandle:
 
     async def get(self) -> Any:
         """Raises RayError or ValueError without a directory."""
-        if self._finding is None:
-            self._finding = asyncio.create_task(asyncio.to_thread(self._find, self._application))
+        finding = self._finding
+        if finding is None:
+            finding = self._finding = asyncio.create_task(asyncio.to_thread(self._find, self._application))
         try:
-            return await asyncio.shield(self._finding)
-        except (RayError, ValueError):
-            self._finding = None
+            return await asyncio.shield(finding)
+        except Exception:  # whatever Ray raises: the next call looks again
+            if self._finding is finding:
+                self._finding = None
             raise
 
     def lose(self) -> None:

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from router.tasks import end_tasks
+from workers.tasks import start_task
 from workers.types import Role
 
 _ANSWERING_POOLS = (Role.UNIFIED.value, Role.DECODE.value)
@@ -51,7 +52,7 @@ class StartingGroups:
         now_s = self._clock()
         if (self._asking is None or self._asking.done()) and now_s - self._answered_s > _FRESH_S:
             self._asked_s = now_s
-            self._asking = asyncio.get_running_loop().create_task(self._ask())
+            self._asking = start_task(self._ask(), "question for groups that start")
         if now_s - self._answered_s <= _PATIENCE_S:
             return self._is_one
         return now_s - self._asked_s < _PATIENCE_S

@@ -27,6 +27,7 @@ from router.dispatch.link import GroupLink
 from router.dispatch.placement import BlockChains, Placement, known_tokens
 from router.routing.pairing import Pair
 from router.tasks import end_tasks
+from workers.tasks import start_task
 from workers.types import GenerateRequest, GroupId, KVSource, RequestId, Role, SamplingParams, TokenChunk
 
 _log = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class _RunningFetch:
         """The first source."""
         transfer_id = self._turn_to(link)
         if transfer_id is not None:
-            self._task = asyncio.get_running_loop().create_task(self._watch(link, transfer_id))
+            what = f"watching of the prompt of {self._attempt.wire_id}"
+            self._task = start_task(self._watch(link, transfer_id), what)
             self._fetcher.start(self._task)
         return _kv_source(link, transfer_id)
 

@@ -23,6 +23,7 @@ from router.dispatch.link import GroupLink, LinkLimits, TokenSink, open_link
 from router.routing.prefix_index import PrefixIndex
 from router.tasks import end_tasks
 from workers.data_plane.channel import ClientIdentity, HandshakeFailed
+from workers.tasks import start_task
 from workers.types import GroupAddress, GroupId, GroupInfo, GroupStats, Role
 
 _SETTLE_POLL_S = 0.05
@@ -61,7 +62,7 @@ class _Follower:
         self._table = table
         self._moved = asyncio.Event()
         self._backoff_s = 0.0
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = start_task(self._run(), f"following of group {address.group_id}")
 
     @property
     def is_eligible(self) -> bool:
@@ -111,7 +112,7 @@ class _Follower:
         self.link = link
         if self._moved.is_set():  # while it was being opened
             link.close("the group has moved")
-        proof = asyncio.get_running_loop().create_task(self._prove(link))
+        proof = start_task(self._prove(link), f"canary of group {self.address.group_id}")
         try:
             reason = await asyncio.shield(link.closed)
         finally:
@@ -179,7 +180,7 @@ class GroupTable:
         """Begins to follow the directory."""
         assert self._poller is None, "started twice"
         self.note_left()  # whatever was there before this router
-        self._poller = asyncio.get_running_loop().create_task(self._poll())
+        self._poller = start_task(self._poll(), "following of the directory of groups")
 
     async def stop(self) -> None:
         """Leaves all groups. May be called twice."""

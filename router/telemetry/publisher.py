@@ -24,6 +24,7 @@ from router.telemetry.metrics import RouterMetrics
 from router.telemetry.snapshot import ReplicaRow, RouterSnapshot, decode, encode
 from router.telemetry.table import TELEMETRY_FAILURES
 from workers.directory.snapshots import HeldSnapshot, Snapshot
+from workers.tasks import start_task
 
 PERIOD_S = 1.0
 TIMEOUT_S = 2.0  # for the board to answer
@@ -65,8 +66,8 @@ class MetricsPublisher:
     async def start(self) -> None:
         """Publish from now on, and watch the event loop."""
         self._tasks = [
-            asyncio.create_task(self._keep()),
-            asyncio.create_task(observe_lag(self._metrics.loop_lag_s)),
+            start_task(self._keep(), "publishing of this replica's counts"),
+            start_task(observe_lag(self._metrics.loop_lag_s), "watching of the event loop"),
         ]
 
     async def stop(self) -> None:
