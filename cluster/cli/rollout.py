@@ -17,6 +17,9 @@ from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Termin
 from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.deployment.load import Deployment, check_model
+from cluster.deployment.pool_switch import tree_in_between
+from cluster.launch.errors import LaunchError
+from cluster.launch.news import Report
 from cluster.running.deployed import DeployedFile
 from cluster.running.serve_api import ServeApi, ServeApiError
 
@@ -30,7 +33,8 @@ class Rollout:
     dashboard: str | None  # --dashboard
     wait: bool  # until every group has answered
     timeout_s: float
-    is_accepted: bool = False  # Serve has taken it
+    is_accepted: bool = False  # Serve has taken it, or what comes in between
+    is_between: bool = False  # the old pool is still there beside it
 
     def run(self, terminal: Terminal, services: Services) -> None:
         """Make the cluster look like the deployment, and say so. Raises what the commands turn into exit
@@ -44,7 +48,11 @@ class Rollout:
                 ready_s = phases.elapsed_s
         except KeyboardInterrupt:
             state = (
-                "Serve goes on with it; see `tandem status`" if self.is_accepted else "nothing was changed"
+                "nothing was changed"
+                if not self.is_accepted
+                else "the old pool stays beside the new ones until this is deployed again"
+                if self.is_between
+                else "Serve goes on with it; see `tandem status`"
             )
             raise terminal.fail(f"interrupted; {state}", code=EXIT_INTERRUPTED) from None
         url = self.deployment.url
@@ -56,15 +64,36 @@ class Rollout:
             terminal.say(f"accepted; follow it with `tandem status --dashboard {api.url}`")
 
     def _send(self, api: ServeApi, services: Services, phases: Phases) -> None:
-        deployment, given = self.deployment, self.given
+        deployment = self.deployment
         headers = key_headers(deployment.config.router.http.api_keys_file) if self.wait else {}
         if deployment.config.model.path == EMBEDDED_MODEL:
             services.ensure_model(phases.start)
         check_model(deployment)
-        check_unchanged(api.details(), deployment)
+        details = api.details()
+        check_unchanged(details, deployment)
+        between = _in_between(deployment, details, phases.start) if self.wait else None
+        if between is not None:
+            try:
+                self._hand_over(between, api, services, phases, headers)
+            except LaunchError as error:
+                hint = (
+                    "the old pool goes on answering; where there is no room for both, --no-wait ends it first"
+                )
+                raise LaunchError(f"{error}; {hint}") from error
+        self._hand_over(deployment.tree, api, services, phases, headers)
+
+    def _hand_over(
+        self,
+        tree: Mapping[str, Any],
+        api: ServeApi,
+        services: Services,
+        phases: Phases,
+        headers: Mapping[str, str],
+    ) -> None:
+        deployment, given = self.deployment, self.given
         left_s = self.timeout_s - phases.elapsed_s
-        services.handover.deploy(api, deployment.tree, report=phases.start, timeout_s=left_s)
-        self.is_accepted = True
+        services.handover.deploy(api, tree, report=phases.start, timeout_s=left_s)
+        self.is_accepted, self.is_between = True, tree is not deployment.tree
         services.deployed.write(api.url, given.file, given.assignments, given.port)
         if self.wait:
             services.handover.wait_ready(
@@ -75,6 +104,18 @@ class Rollout:
                 report=phases.start,
                 timeout_s=self.timeout_s - phases.elapsed_s,
             )
+
+
+def _in_between(deployment: Deployment, details: Mapping[str, Any], report: Report) -> dict[str, Any] | None:
+    """See `tree_in_between`; None, too, when there is none."""
+    try:
+        tree = tree_in_between(deployment, details)
+    except ConfigError as error:
+        report(f"old and new pools cannot stand together ({error.problems[0].render()}): requests will wait")
+        return None
+    if tree is not None:
+        report("the old pool answers until the new ones do, which are started with it first")
+    return tree
 
 
 def find_cluster(services: Services, dashboard: str | None) -> ServeApi:

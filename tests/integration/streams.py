@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ class Streams:
     num_right: int = 0
     wrong: list[str] = field(default_factory=list)  # failed, cut, or other tokens
     num_tokens: int = 0  # given out, of streams that go on too
+    longest_s: float = 0.0  # between two tokens, or a request and the first one
 
 
 def body_of(number: int, max_tokens: int) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def streaming(server: Serving, bodies: list[dict[str, Any]], expected: list[list
 def _stream(server: Serving, body: Mapping[str, Any], right: list[int], seen: Streams) -> str:
     """Empty when the stream was right, otherwise what was wrong."""
     tokens: list[int] = []
-    usage, is_done = None, False
+    usage, is_done, heard_s = None, False, time.monotonic()
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         with httpx.stream(
@@ -98,6 +100,8 @@ def _stream(server: Serving, body: Mapping[str, Any], right: list[int], seen: St
                 for choice in event["choices"]:
                     new = choice.get("token_ids") or []
                     tokens += new
+                    heard_s, before_s = time.monotonic(), heard_s
+                    seen.longest_s = max(seen.longest_s, heard_s - before_s)
                     seen.num_tokens += len(new)
     except httpx.HTTPError as error:
         return f"after {len(tokens)} tokens: {error!r}"

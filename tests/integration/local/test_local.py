@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 import time
 from collections import Counter
 from itertools import pairwise
@@ -14,11 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.launch.handover import deploy, wait_ready
 from tests.integration.serving import (
-    APPLICATION,
     Serving,
-    config_of,
     has_torch,
     processes,
     resident_mb,
@@ -267,37 +263,3 @@ def _listening_ports(pid: int) -> list[int]:
             if fields[3] == "0A" and fields[9] in inodes:
                 ports.append(int(fields[1].rpartition(":")[2], 16))
     return ports
-
-
-def test_an_update_fails_no_request(server: Serving, http_port: int) -> None:
-    """`serve deploy` with another value replaces router and group while streams run and new requests come."""
-    before = {group["group"] for group in server.groups()}
-    body = {"model": server.model, "prompt": "Tell a story.", "max_tokens": 60, "ignore_eos": True}
-    is_over = threading.Event()
-    failures: list[str] = []
-
-    def ask() -> None:
-        while not is_over.is_set():
-            lines = server.post("/v1/completions", {**body, "stream": True}).text.split("\n\n")
-            if "data: [DONE]" not in lines:
-                failures.append("\n".join(lines)[-500:])
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        asking = [pool.submit(ask) for _ in range(3)]
-        settings = ["model.dtype=float32", "pools.unified.schedule.max_step_tokens=256"]
-        deploy(server.cluster.api, config_of("local.yaml", http_port, settings))
-        try:
-            wait_for(
-                lambda: (
-                    {g["group"] for g in server.groups() if g["ready"]}.isdisjoint(before)
-                    and any(g["ready"] for g in server.groups())
-                ),
-                150.0,
-                "the group was not replaced",
-            )
-            wait_ready(server.cluster.api, application=APPLICATION, url=server.url, timeout_s=60.0)
-        finally:
-            is_over.set()
-            for future in asking:
-                future.result()
-    assert failures == []

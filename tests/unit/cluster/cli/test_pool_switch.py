@@ -1,0 +1,109 @@
+"""`tandem deploy` of other pools than those that run: both in between, where that is possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.cluster.conftest import World
+
+BOTH = {"prefill": {}, "decode": {"tensor_parallel": 2}}
+ENTRIES = [{"name": "prefill", "num_replicas": 1}, {"name": "decode", "num_replicas": 3}]
+SURGE = {"max_surge_percent": 50}
+
+
+def runs(world: World, pools: dict[str, Any], *entries: dict[str, Any], **groups: int) -> None:
+    """The application as Serve tells of it."""
+    sent = {"name": "tandem", "args": {"pools": pools}, "deployments": list(entries)}
+    running = {"state": "RUNNING"}
+    world.server.details = {
+        "applications": {
+            "tandem": {
+                "status": "RUNNING",
+                "deployed_app_config": sent,
+                "deployments": {
+                    name: {"target_num_replicas": number, "replicas": [running] * number}
+                    for name, number in groups.items()
+                },
+            }
+        }
+    }
+
+
+def application(pools: dict[str, Any]) -> dict[str, Any]:
+    """What is deployed."""
+    return {
+        "name": "tandem",
+        "import_path": "cluster.app:build",
+        "args": {"model": {"path": "embedded"}, "pools": pools},
+        "deployments": [entry for entry in ENTRIES if entry["name"] in pools],
+    }
+
+
+def deployed(world: World, pools: dict[str, Any], *options: str) -> list[dict[str, Any]]:
+    """The application as it is sent to Serve, once or twice."""
+    file = world.file(applications=[application(pools)])
+    done = world.run("deploy", file, "--dashboard", world.server.url, *options)
+    assert done.exit_code == 0, done.stderr
+    return [config["applications"][0] for config in world.launcher.configs]
+
+
+def test_the_old_pool_stays_until_the_new_ones_answer(world: World) -> None:
+    old = {"cpus_per_rank": 0.5}
+    entry = {"name": "unified", "autoscaling_config": {"min_replicas": 1, "max_replicas": 4}, **SURGE}
+    runs(world, {"unified": old}, entry, unified=2)
+    between, last = deployed(world, BOTH)
+    assert between["args"]["pools"] == {**BOTH, "unified": old}
+    assert between["deployments"] == [*ENTRIES, {"name": "unified", "num_replicas": 2, **SURGE}]
+    assert (last["args"]["pools"], last["deployments"]) == (BOTH, ENTRIES)
+    ready = f"wait_ready tandem {world.server.url}"
+    assert world.launcher.calls == ["deploy", ready, "deploy", ready]
+
+
+def test_deployed_again_after_an_interruption_it_goes_on(world: World) -> None:
+    entry = {"name": "unified", "num_replicas": 1, **SURGE}
+    runs(world, BOTH | {"unified": {}}, *ENTRIES, entry, unified=1)
+    starting = {"target_num_replicas": 1, "replicas": [{"state": "STARTING"}]}
+    world.server.details["applications"]["tandem"]["deployments"]["decode"] = starting
+    between, last = deployed(world, BOTH)
+    assert between["deployments"] == [*ENTRIES, entry]
+    assert last["deployments"] == ENTRIES
+
+
+def test_new_pools_that_do_not_come_up_leave_the_old_one(world: World) -> None:
+    runs(world, {"unified": {}}, {"name": "unified", **SURGE}, unified=1)
+    world.launcher.failure = "not ready in time"
+    file = world.file(applications=[application(BOTH)])
+    done = world.run("deploy", file, "--dashboard", world.server.url)
+    assert done.exit_code == 1
+    assert "not ready in time; the old pool goes on answering" in done.stderr
+    (config,) = world.launcher.configs
+    assert set(config["applications"][0]["args"]["pools"]) == {"unified", "prefill", "decode"}
+
+
+def test_of_pools_that_go_the_one_that_answers_stays(world: World) -> None:
+    runs(world, BOTH, *({**entry, **SURGE} for entry in ENTRIES), prefill=1, decode=3)
+    between, last = deployed(world, {"unified": {}})
+    assert between["args"]["pools"] == {"unified": {}, "decode": BOTH["decode"]}
+    assert between["deployments"] == [{"name": "decode", "num_replicas": 3, **SURGE}]
+    assert last["deployments"] == []
+
+
+@pytest.mark.parametrize(
+    ("pools", "entry", "groups", "options"),
+    [
+        ({"unified": {}}, {}, 1, ()),  # no room for more groups than there are
+        ({"unified": {}}, SURGE, 0, ()),  # scaled to zero
+        ({"decode": {}}, SURGE, 1, ()),  # Serve itself replaces those
+        ({"unified": {"cache": {"block_size": 32}}}, SURGE, 1, ()),  # of other blocks
+        ({"unified": {}}, SURGE, 1, ("--no-wait",)),
+    ],
+)
+def test_where_nothing_can_be_in_between_the_new_pools_come_at_once(
+    world: World, pools: dict[str, Any], entry: dict[str, Any], groups: int, options: tuple[str, ...]
+) -> None:
+    (name,) = pools
+    runs(world, pools, {"name": name, **entry}, **{name: groups})
+    (only,) = deployed(world, BOTH, *options)
+    assert (only["args"]["pools"], only["deployments"]) == (BOTH, ENTRIES)
