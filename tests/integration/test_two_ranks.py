@@ -47,7 +47,7 @@ def test_a_killed_rank_is_replaced_and_its_requests_go_on(server: Serving, victi
     (group,) = [group for group in server.groups() if group["ready"]]
     pid = server.rank_pids(group["group"])[victim]
     assert pid in ranks
-    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
+    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True}
     body |= {"temperature": 0, "return_token_ids": True}
     lines = []
     killed = 0.0

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
-import socket
 
 import pytest
 
+from tests.integration.local.raw import GET, ask, assert_refused
 from tests.integration.serving import Serving
 
 pytestmark = pytest.mark.integration
 
-GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "Tell a long story.", "max_tokens": 4000, "ignore_eos": true}'
 WEBSOCKET = (
@@ -21,17 +19,6 @@ WEBSOCKET = (
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
 OWN_ID = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-
-
-def ask(server: Serving, *parts: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-    """Status, headers and body of the answer to some bytes."""
-    port = int(server.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(b"".join(parts))
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        headers = [(name.lower(), value) for name, value in answer.getheaders()]
-        return answer.status, headers, answer.read()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +33,6 @@ def ask(server: Serving, *parts: bytes) -> tuple[int, list[tuple[str, str]], byt
         ((GET, WEBSOCKET), 400, "unsupported_upgrade"),
         ((b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",), 404, "not_found"),
         ((b"CONNECT x:80 HTTP/1.1\r\nHost: x:80\r\n\r\n",), 404, "not_found"),
-        ((GET,), 408, "request_timeout"),
         ((GET.replace(b"models", b"none"), b"\r\n"), 404, "not_found"),
         ((GET.replace(b"v1/models", b"-/routes"), b"\r\n"), 404, "not_found"),
         ((GET.replace(b"v1/models", b"-/healthz"), b"\r\n"), 404, "not_found"),
@@ -55,12 +41,7 @@ def ask(server: Serving, *parts: bytes) -> tuple[int, list[tuple[str, str]], byt
 def test_every_refusal_has_the_one_shape(
     server: Serving, parts: tuple[bytes, ...], status: int, code: str
 ) -> None:
-    found, headers, body = ask(server, *parts)
-    error = json.loads(body)["error"]
-    assert (found, error["code"]) == (status, code)
-    assert (error["type"], error["param"]) == ("invalid_request_error", None)
-    assert [value for name, value in headers if name == "content-type"] == ["application/json"]
-    assert len([name for name, _ in headers if name == "x-request-id"]) <= 1
+    assert_refused(ask(server, *parts), status, code)
 
 
 def test_an_unknown_transfer_encoding_is_not_supported(server: Serving) -> None:
