@@ -17,6 +17,7 @@ from cluster.config.problems import Problem, join, parts_of, unknown_key
 from cluster.config.yaml_tree import MAX_BYTES, Path, YamlTree, read_yaml
 from cluster.deployment.scaling_checks import scaling_problems
 from cluster.deployment.serve_schema import is_count, schema_problems
+from workers.regular_file import open_regular
 
 IMPORT_PATH = "cluster.app:build"
 ROUTER_DEPLOYMENT = "router"
@@ -49,14 +50,15 @@ def check_read(tree: YamlTree, file: str, *, allow_open: bool = False) -> list[P
 
 
 def read_file(file: str | FilePath) -> YamlTree:
-    """What a YAML file says; why it cannot be read is in the tree's problems."""
+    """What a YAML file says; why it cannot be read, as a pipe or a device, is in the tree's problems."""
     try:
-        with FilePath(file).open("rb") as stream:
+        with open_regular(FilePath(file)) as stream:
             tree = read_yaml(stream.read(MAX_BYTES + 1))  # one too many is refused
     except OSError as error:
-        is_folder = isinstance(error, IsADirectoryError)
+        is_folder = FilePath(file).is_dir()
+        why = "it is a folder" if is_folder else error.strerror
         hint = f"a model's folder is given by `--set model.path={file}`" if is_folder else ""
-        return YamlTree(problems=[Problem(path="", message=f"cannot be read: {error.strerror}", hint=hint)])
+        return YamlTree(problems=[Problem(path="", message=f"cannot be read: {why}", hint=hint)])
     if tree.value is None and not tree.problems:
         tree.problems.append(Problem(path="", message="the file is empty"))
     return tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -204,10 +205,12 @@ def test_a_file_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     assert check_file(tmp_path / "none.yaml")[1][0].message == "cannot be read: No such file or directory"
     folder = check_file(tmp_path)[1][0]
     assert (folder.message, folder.hint) == (
-        "cannot be read: Is a directory",
+        "cannot be read: it is a folder",
         f"a model's folder is given by `--set model.path={tmp_path}`",
     )
-    assert check_file(Path("/dev/zero"))[1][0].message == "file too large"
+    os.mkfifo(pipe := tmp_path / "pipe")  # without a writer
+    for file in (pipe, Path("/dev/zero")):
+        assert check_file(file)[1][0].message == "cannot be read: it is no regular file"
     assert check(tmp_path, "null")[0].message == "the file is empty"
     assert check(tmp_path, "")[0].message == "the file is empty"
     assert check(tmp_path, "x" * (1 << 20) + "y")[0].message == "file too large"
