@@ -1,7 +1,7 @@
 """Hand a deployment to Serve, and follow it until it serves.
 
-`deploy` returns when Serve has accepted it; `wait_ready` follows Serve's own status until the router says
-that a token has come from every group.
+`deploy` returns when Serve has accepted it, and lists it; `wait_ready` follows Serve's own status until the
+router says that a token has come from every group, or somebody has taken the application away again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
@@ -17,6 +17,14 @@ from cluster.launch.errors import LaunchError
 from cluster.launch.news import Report, unheard
 from cluster.running.plain import in_one_line, plain_message
 from cluster.running.serve_api import ServeApi, ServeApiError, ServeApiTimeout
+
+_FAILED: Final = ("DEPLOY_FAILED", "UNHEALTHY")  # Serve's statuses
+_GONE: Final = ("DELETING", "MISSING")  # the first is Serve's
+_UNREACHABLE: Final = "UNREACHABLE"
+# An application that is gone for so long has been taken away: right after a deployment Serve may say what it
+# was told before, and its controller lists nothing for a moment when it starts anew.
+_GONE_S: Final = 10.0
+_UNREACHABLE_S: Final = 30.0
 
 
 def deploy(
@@ -49,22 +57,34 @@ def wait_ready(
     report: Report = unheard,
     timeout_s: float = 900.0,
     is_alive: Callable[[], bool] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Return when `url` + `/ready` answers 200: a real token has come from every group.
 
     `headers`: with an API key, where the service wants one. `is_alive`: whether the cluster still is, where
-    that is known. Raises LaunchError with Serve's message as soon as the deployment has failed, or when the
-    key is refused.
+    that is known. Raises LaunchError with Serve's message as soon as the deployment has failed; when the key
+    is refused; and when the application, or the whole cluster, has been gone for some seconds.
     """
-    deadline = time.monotonic() + timeout_s
+    listed = reached = clock()  # when the application was, and the dashboard
+    deadline = listed + timeout_s
     last = ""
     with httpx.Client(timeout=5.0, trust_env=False, headers=headers) as client:
         while True:
             if is_alive is not None and not is_alive():
                 raise LaunchError("the Ray cluster ended while the application started")
             status, message = _application_status(api, application)
-            if status in ("DEPLOY_FAILED", "UNHEALTHY") and message:
+            now = clock()
+            listed = listed if status in _GONE else now
+            reached = reached if status == _UNREACHABLE else now
+            if status in _FAILED and message:
                 raise LaunchError(f"deployment failed: {plain_message(message)}")
+            if now - listed > _GONE_S:
+                raise LaunchError(
+                    f"Serve runs no {application} any more: another command has taken it away, as "
+                    "`tandem down` does; deploy again"
+                )
+            if now - reached > _UNREACHABLE_S:
+                raise LaunchError(f"the cluster has been gone for {_UNREACHABLE_S:.0f} s: {message}")
             if message and message != last:
                 last = message
                 report(message)
@@ -79,7 +99,7 @@ def wait_ready(
                             f"{url} serves, but refuses the API key that stands first in "
                             "router.http.api_keys_file on this machine (or wants one and the file names none)"
                         )
-            if time.monotonic() > deadline:
+            if now > deadline:
                 raise LaunchError(f"not ready in time (--timeout-s); Serve says: {status} {message}")
             time.sleep(0.25)
 
@@ -88,13 +108,17 @@ def _application_status(api: ServeApi, application: str) -> tuple[str, str]:
     """Serve's status of the application, and a line that says what it is doing."""
     try:
         details = api.details()
-    except ServeApiError as error:
+    except ServeApiTimeout as error:
         return "UNKNOWN", str(error)
+    except ServeApiError as error:
+        return _UNREACHABLE, str(error)
     app = details.get("applications", {}).get(application)
     if app is None:
-        return "UNKNOWN", "waiting for Serve"
+        return "MISSING", "Serve does not list the application"
     status, message = str(app.get("status", "")), str(app.get("message", ""))
-    if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+    if status == "DELETING":
+        return status, "Serve takes the application away"
+    if status in _FAILED:
         parts = [str(d.get("message", "")) for d in app.get("deployments", {}).values()]
         return status, "\n".join(part for part in [message, *parts] if part)
     counts = []

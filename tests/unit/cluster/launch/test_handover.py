@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,55 @@ def test_a_slow_dashboard_is_asked_again() -> None:
         with pytest.raises(LaunchError) as caught:
             deploy(api, {"applications": []}, timeout_s=0.0)
     assert str(caught.value) == f"Serve took no deployment in 0 s: {slow}"
+
+
+class Clock:
+    """Time passes at every look."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += self._step_s
+        return self._now
+
+
+@pytest.mark.parametrize("applications", [{}, {"tandem": {"status": "DELETING", "deployments": {}}}])
+def test_an_application_that_is_taken_away_is_not_waited_for(applications: dict[str, Any]) -> None:
+    """As by `tandem down` from another terminal. Serve may have looked at neither yet: some seconds are
+    given."""
+    news: list[str] = []
+    with FakeServer().running() as server:
+        server.details = {"applications": {"tandem": {"status": "DEPLOYING", "deployments": {}}}}
+
+        def report(text: str) -> None:
+            news.append(text)
+            server.details = {"applications": applications}
+
+        with pytest.raises(LaunchError) as caught:
+            wait_ready(
+                ServeApi(server.url),
+                application="tandem",
+                url=server.url,
+                report=report,
+                timeout_s=900.0,
+                clock=Clock(4.0),
+            )
+    assert str(caught.value) == (
+        "Serve runs no tandem any more: another command has taken it away, as `tandem down` does; "
+        "deploy again"
+    )
+    assert news[0] == "building the application" and len(news) == 2
+
+
+def test_a_cluster_that_has_gone_is_not_waited_for() -> None:
+    with FakeServer().running() as server:
+        server.answers_dashboard = False
+        with pytest.raises(LaunchError, match=r"the cluster has been gone for 30 s: .* answered 404"):
+            wait_ready(
+                ServeApi(server.url), application="tandem", url=server.url, timeout_s=900.0, clock=Clock(20.0)
+            )
 
 
 def test_why_a_group_does_not_come_is_said_while_it_is_waited_for() -> None:
