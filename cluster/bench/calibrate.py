@@ -58,7 +58,7 @@ def calibrate(order: CalibrateOrder, report: Report) -> dict[str, Any]:
             longest = max(longest, time.monotonic() - began)
     samples = session.samples()
     cost = fit(samples)
-    roofs = meter.roofs()
+    roofs, in_float32 = meter.roofs(), meter.roofs("float32")
     return {
         "cost": asdict(cost),
         "about": {
@@ -72,6 +72,7 @@ def calibrate(order: CalibrateOrder, report: Report) -> dict[str, Any]:
             "gpu_memory_bytes": _gpu_memory(found.device),
             "read_bytes_per_s": roofs.read_bytes_per_s,
             "flop_per_s": roofs.flop_per_s,
+            "float32_flop_per_s": in_float32.flop_per_s,
             "passes": passes,
             "measured_on": facts(),
         },

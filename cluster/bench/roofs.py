@@ -1,4 +1,8 @@
-"""The ceilings of this machine, measured with the loads and products that our kernels use."""
+"""The ceilings of this machine, measured with the loads and products that our kernels use.
+
+Products have a ceiling in each dtype. In float32 a CPU's are torch's, and a GPU's are three in TF32
+(`cluster.plan.devices`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.plan.devices import Roofs
+from cluster.plan.devices import FLOAT32_SHARE, Roofs
 from workers.kernels.compiler import KernelsUnavailable, default_cache, library
 from workers.kernels.library import Library
 from workers.kernels.memory import huge_bytes
@@ -23,7 +27,8 @@ class RoofMeter:
 
     def __init__(self, read_bytes: int = READ_BYTES) -> None:
         self._memory = huge_bytes(read_bytes // 8 * 8).view(torch.int64).fill_(1)  # where weights lie, too
-        self._left = torch.randn(SQUARE, SQUARE).bfloat16()
+        self._floats = torch.randn(SQUARE, SQUARE)
+        self._left = self._floats.bfloat16()
         try:
             found: Library | None = Library(library(default_cache()))
         except KernelsUnavailable:
@@ -31,18 +36,25 @@ class RoofMeter:
         self._library = found
         self._reads: list[float] = []
         self._products: list[float] = []
+        self._float_products: list[float] = []
 
     def sample(self) -> None:
         """Adds one sample of each; called between works, so that the machine is met in all its moods."""
         self._reads.append(_rate(self._read))
         self._products.append(_rate(self._multiply))
+        self._float_products.append(_rate(self._multiply_floats))
 
-    def roofs(self) -> Roofs:
+    def roofs(self, dtype: str = "bfloat16") -> Roofs:
         """The best samples: a ceiling is what the machine can do when nothing disturbs it."""
-        return Roofs(read_bytes_per_s=max(self._reads), flop_per_s=max(self._products))
+        products = self._float_products if dtype == "float32" else self._products
+        return Roofs(read_bytes_per_s=max(self._reads), flop_per_s=max(products))
 
     def samples(self) -> dict[str, list[float]]:
-        return {"read_bytes_per_s": list(self._reads), "flop_per_s": list(self._products)}
+        return {
+            "read_bytes_per_s": list(self._reads),
+            "flop_per_s": list(self._products),
+            "float32_flop_per_s": list(self._float_products),
+        }
 
     def _read(self) -> float:
         threads = torch.get_num_threads()
@@ -55,6 +67,10 @@ class RoofMeter:
         if self._library is not None and self._library.has_linear:
             return float(self._library.multiply_all(100_000, torch.get_num_threads()))
         torch.mm(self._left, self._left)
+        return 2.0 * SQUARE**3
+
+    def _multiply_floats(self) -> float:
+        torch.mm(self._floats, self._floats)
         return 2.0 * SQUARE**3
 
 
@@ -76,8 +92,9 @@ class GpuRoofMeter:
         self._reads.append(_rate(self._read))
         self._products.append(_rate(self._multiply))
 
-    def roofs(self) -> Roofs:
-        return Roofs(read_bytes_per_s=max(self._reads), flop_per_s=max(self._products))
+    def roofs(self, dtype: str = "bfloat16") -> Roofs:
+        flop_per_s = max(self._products) * (FLOAT32_SHARE if dtype == "float32" else 1.0)
+        return Roofs(read_bytes_per_s=max(self._reads), flop_per_s=flop_per_s)
 
     def samples(self) -> dict[str, list[float]]:
         return {"read_bytes_per_s": list(self._reads), "flop_per_s": list(self._products)}

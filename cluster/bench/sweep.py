@@ -44,7 +44,7 @@ def sweep(order: SweepOrder, report: Callable[[str], None]) -> dict[str, Any]:
                 run = engine.run(prompts.take(batch, order.prompt_tokens), order.new_tokens)
                 runs.setdefault(batch, []).append(run)
         meter.sample()
-        roofs = meter.roofs()
+        roofs = meter.roofs(found.dtype)
         rows = [
             row_of(batch, runs[batch], order, load, roofs, engine.facts.num_blocks) for batch in order.batches
         ]

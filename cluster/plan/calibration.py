@@ -16,8 +16,8 @@ from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostEr
 from cluster.plan.devices import Roofs
 
 _HASH_DIGITS = 16
-# Ceilings of the machine that the shipped figures are from.
-_SHIPPED_ROOFS = Roofs(read_bytes_per_s=34e9, flop_per_s=424e9)
+# Ceilings of the machine that the shipped figures are from: products in bfloat16, and in float32.
+_SHIPPED_READ, _SHIPPED_FLOP, _SHIPPED_FLOAT32_FLOP = 34e9, 424e9, 200e9
 SHIPPED_PARAMETERS = 134_515_008  # of the model that the shipped figures are of
 SHIPPED = "shipped figures of SmolLM2-135M on two cores of an AMD EPYC (Zen 4): not measured here"
 
@@ -34,7 +34,10 @@ class Calibration:
 
 
 SHIPPED_CALIBRATION = Calibration(
-    cost=SMOLLM2_ON_SMALL_CPU, roofs=_SHIPPED_ROOFS, source=SHIPPED, is_measured=False
+    cost=SMOLLM2_ON_SMALL_CPU,
+    roofs=Roofs(read_bytes_per_s=_SHIPPED_READ, flop_per_s=_SHIPPED_FLOP),
+    source=SHIPPED,
+    is_measured=False,
 )
 
 
@@ -56,17 +59,18 @@ def find_calibration(
     if model_hash is None:
         return SHIPPED_CALIBRATION
     file = calibration_file(model_hash, dtype, quantization, root)
-    return read_calibration(file) if file.exists() else SHIPPED_CALIBRATION
+    return read_calibration(file, dtype) if file.exists() else SHIPPED_CALIBRATION
 
 
-def read_calibration(file: Path) -> Calibration:
-    """Raises StepCostError, naming the file."""
+def read_calibration(file: Path, dtype: str) -> Calibration:
+    """With the ceiling of products in this dtype. Raises StepCostError, naming the file."""
     cost, about = load_with_facts(file)
     memory = about.get("gpu_memory_bytes")
-    rates = [about.get(name) for name in ("read_bytes_per_s", "flop_per_s")]
+    product = "float32_flop_per_s" if dtype == "float32" else "flop_per_s"
+    rates = [about.get(name) for name in ("read_bytes_per_s", product)]
     read, flop = (rate if isinstance(rate, int | float) and rate > 0 else None for rate in rates)
     if read is None or flop is None:
-        raise StepCostError(f"{file}: the measured ceilings are missing: calibrate again")
+        raise StepCostError(f"{file}: the measured ceilings of {dtype} are missing: calibrate again")
     return Calibration(
         cost=cost,
         roofs=Roofs(read_bytes_per_s=float(read), flop_per_s=float(flop)),
@@ -76,16 +80,19 @@ def read_calibration(file: Path) -> Calibration:
     )
 
 
-def machine_roofs(root: Path | None = None) -> tuple[Roofs, str]:
-    """This machine's ceilings from the newest calibration with any model, else the shipped ones; and which.
+def machine_roofs(dtype: str, root: Path | None = None) -> tuple[Roofs, str]:
+    """This machine's ceilings in a dtype, from the newest calibration with any model, else the shipped ones;
+    and which.
 
     Raises StepCostError for a damaged file.
     """
     folder = root or default_root()
     files = sorted(folder.glob(f"{machine_key()}-*.json"), key=lambda file: file.stat().st_mtime)
     if not files:
-        return _SHIPPED_ROOFS, "ceilings of two cores of an AMD EPYC (Zen 4): not measured here"
-    return read_calibration(files[-1]).roofs, f"ceilings measured on this machine, {files[-1]}"
+        flop = _SHIPPED_FLOAT32_FLOP if dtype == "float32" else _SHIPPED_FLOP
+        roofs = Roofs(read_bytes_per_s=_SHIPPED_READ, flop_per_s=flop)
+        return roofs, "ceilings of two cores of an AMD EPYC (Zen 4): not measured here"
+    return read_calibration(files[-1], dtype).roofs, f"ceilings measured on this machine, {files[-1]}"
 
 
 def keep_calibration(result: Mapping[str, object], root: Path | None = None) -> Path:

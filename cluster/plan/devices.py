@@ -15,9 +15,14 @@ GPU_RESERVE_BYTES = 512 * MIB
 GPU_ALLOCATOR_BYTES = 512 * MIB
 
 
+# Of a GPU's bfloat16 products a second, those in float32: the engine makes each of three in TF32, which
+# matrix units compute at half the rate.
+FLOAT32_SHARE = 1 / (2 * 3)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofs:
-    """What a machine can do at best."""
+    """What a machine can do at best in one number format."""
 
     read_bytes_per_s: float
     flop_per_s: float
@@ -128,9 +133,8 @@ def find_device(name: str) -> Device:
 
 
 def in_float32(device: Device) -> Device:
-    """The same GPU with the ceiling of its float32 products: the engine makes each of three in TF32, which
-    matrix units compute at half the rate of bfloat16."""
-    flop_per_s = device.flop_per_s / (2 * 3)
+    """The same GPU with the ceiling of its float32 products."""
+    flop_per_s = device.flop_per_s * FLOAT32_SHARE
     source = f"{device.source}; float32 as three products in TF32, {flop_per_s / 1e12:.1f} TFLOPS"
     return replace(device, flop_per_s=flop_per_s, source=source)
 

@@ -81,7 +81,7 @@ def find_speed(
     if found.is_measured or _is_shipped(model, shape):
         device = this_machine(found.roofs, source=found.source, gpu_memory_bytes=found.gpu_memory_bytes)
         return device, Speed(roofs=found.roofs, cost=found.cost, source=found.source, efficiency=None)
-    roofs, source = machine_roofs()
+    roofs, source = machine_roofs(shape.dtype)
     device = this_machine(roofs, source=source)
     derived = load.step_cost(device, efficiency=efficiency)
     return device, Speed(
@@ -176,11 +176,12 @@ def propose(
     """
     sizes = [tensor_parallel or plan.shape.tensor_parallel]
     if tensor_parallel is None and plan.device.is_gpu:
-        sizes = [
+        filling = [
             row.tensor_parallel
             for row in plan.ranks
             if row.requests and _MOST_RANKS % row.tensor_parallel == 0
         ]
+        sizes = filling or sizes  # a model may fit three devices, and not be split over four
     found: list[Proposal] = []
     lines: list[str] = []
     for size in sizes:
@@ -201,9 +202,9 @@ def propose(
                 lines.append(f"{name}, {ranks}: {error}")
                 continue
             found.append(proposal)
-            groups = " + ".join(f"{pool.groups} {pool.role}" for pool in proposal.pools)
+            groups = " + ".join(counted(pool.groups, f"{pool.role} group") for pool in proposal.pools)
             lines.append(
-                f"{name}, {ranks}: {groups} groups, {counted(proposal.devices, 'device')}, TTFT p90 "
+                f"{name}, {ranks}: {groups}, {counted(proposal.devices, 'device')}, TTFT p90 "
                 f"{proposal.ttft_p90_s:.3g} s, TPOT {proposal.tpot_s * 1e3:.3g} ms, longest gap "
                 f"{proposal.longest_gap_s * 1e3:.3g} ms"
             )

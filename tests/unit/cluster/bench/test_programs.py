@@ -15,7 +15,6 @@ from cluster.bench.calibrate import calibrate
 from cluster.bench.chart import main
 from cluster.bench.child import MeasuringFailed, measure
 from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, SweepOrder
-from cluster.bench.report import write_report
 from cluster.bench.subject import Prompts, open_engine
 from cluster.figures.step_cost import StepCost, StepShape
 
@@ -50,7 +49,8 @@ def test_calibrating(tiny_model: Path) -> None:
     cost = StepCost.of(result["cost"])
     assert cost.seconds(StepShape(decode_rows=1, context_tokens=10)) > 0
     assert result["about"]["model_hash"] and result["about"]["dtype"] == "bfloat16"
-    assert result["about"]["read_bytes_per_s"] > 1e8 and result["about"]["flop_per_s"] > 1e8
+    about = result["about"]
+    assert min(about["read_bytes_per_s"], about["flop_per_s"], about["float32_flop_per_s"]) > 1e8
     assert {(row["kind"], row["batch"]) for row in result["checks"]} == {
         (kind, batch) for kind in ("decode", "prefill") for batch in (1, 8, 32)
     }
@@ -59,7 +59,7 @@ def test_calibrating(tiny_model: Path) -> None:
     assert said[0] == f"loading {tiny_model}" and "pass 1" in said
 
 
-def test_a_sweep_and_its_report(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_sweep_and_its_report(tiny_model: Path) -> None:
     order = SweepOrder(engine=settings(tiny_model), batches=(1, 4), prompt_tokens=20, new_tokens=6)
     content = measure(order, lambda text: None, timeout_s=120.0)
     assert [row["batch"] for row in content["rows"]] == [1, 4]
@@ -67,9 +67,7 @@ def test_a_sweep_and_its_report(tiny_model: Path, tmp_path: Path) -> None:
     assert len(content["samples"]["4"][0]["first_s"]) == 4
     assert sum(step[1] for step in content["samples"]["4"][0]["steps"]) == 4 * 5
     assert content["machine"]["commit"] and content["load"]["batches"] == [1, 4]
-    file = tmp_path / "folder" / "report.json"
-    write_report(content, file)
-    assert json.loads(file.read_text())["kind"] == "sweep"
+    assert content["kind"] == "sweep"
 
 
 def test_with_and_without_a_cache(tiny_model: Path) -> None:
