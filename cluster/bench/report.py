@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cluster.figures.machine import facts
@@ -39,7 +38,6 @@ class Report:
         }
 
 
-def write_report(content: Mapping[str, Any], file: Path) -> None:
-    """What `Report.content` gives, as JSON. Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def report_text(content: Mapping[str, Any]) -> str:
+    """What `Report.content` gives, as JSON."""
+    return json.dumps(content, indent=1) + "\n"

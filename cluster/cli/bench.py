@@ -14,18 +14,18 @@ from cluster.bench.chart_process import draw
 from cluster.bench.child import MeasuringFailed
 from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, Order, SweepOrder
 from cluster.bench.pool_check import pool_row
-from cluster.bench.report import write_report
+from cluster.bench.report import report_text
 from cluster.cli import bench_tables
 from cluster.cli.folders import folder_of
 from cluster.cli.load import replay, serve
 from cluster.cli.numbers import MOST_TOKENS, whole_number
-from cluster.cli.options import JsonOption, finite, named_path
-from cluster.cli.outputs import check_output
+from cluster.cli.options import ForceOption, JsonOption, finite, named_path
+from cluster.cli.outputs import check_output, write_output
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
 from cluster.config.leaves import CHOICES
 from cluster.config.tree import EMBEDDED_MODEL
-from cluster.plan.calibration import keep_calibration
+from cluster.plan.calibration import default_root, keep_calibration
 from cluster.plan.memory import DoesNotFit
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError, TensorParallelError
@@ -74,9 +74,10 @@ def calibrate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine with a model and fit the cost of a step, which planning uses from then on."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     services = services_of(context)
     with terminal.exit_codes():
+        check_output(default_root() / "calibration.json", force=True)  # where the result will be kept
         folder = folder_of(terminal, services, model)
         _check_fit(folder, dtype, ranks=tensor_parallel)
         settings = EngineSettings(
@@ -113,14 +114,15 @@ def sweep(
     tensor_parallel: RanksOption = 1,
     out: OutOption = None,
     png: PngOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Latency, TTFT, TPOT, throughput, KV use and utilisation over batch sizes, with the knee marked."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     services = services_of(context)
     with terminal.exit_codes():
-        check_can_draw(png)
-        check_output(out)
+        check_can_draw(png, force=force)
+        check_output(out, force=force)
         sizes = _sizes(batches)
         folder = folder_of(terminal, services, model)
         _check_fit(folder, dtype, prompt=prompt, output=output, ranks=tensor_parallel)
@@ -147,14 +149,15 @@ def kv_cache(
     dtype: DtypeOption = "auto",
     out: OutOption = None,
     png: PngOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """One sequence with the KV cache and without: linear against quadratic time."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     services = services_of(context)
     with terminal.exit_codes():
-        check_can_draw(png)
-        check_output(out)
+        check_can_draw(png, force=force)
+        check_output(out, force=force)
         folder = folder_of(terminal, services, model)
         _check_fit(folder, dtype, prompt=prompt, output=output)
         settings = EngineSettings(model=str(folder), dtype=dtype)
@@ -164,9 +167,9 @@ def kv_cache(
         _finish(terminal, content, out, png, bench_tables.print_kv_cache)
 
 
-def check_can_draw(png: Path | None) -> None:
+def check_can_draw(png: Path | None, *, force: bool) -> None:
     """Before anything is measured. Raises CommandFailed."""
-    check_output(png)
+    check_output(png, force=force)
     if png is not None and find_spec("matplotlib") is None:
         raise CommandFailed("--png needs matplotlib: pip install 'tandem[bench]'")
 
@@ -215,7 +218,7 @@ def _finish(
         show(terminal, content)
     # After what was measured for so long has been shown.
     if out is not None:
-        write_report(content, out)
+        write_output(out, report_text(content))
         terminal.say(f"report in {out}")
     if png is not None:
         try:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rich.markup import escape
+
 from cluster.bench.latency import Limits
 from cluster.cli.tables import table
 from cluster.cli.terminal import Terminal
+from cluster.figures.words import counted
 
 _MOST_BUSY = 1.5  # programs that wanted each core in the last minute, ours included
 Printer = Callable[[Terminal, Mapping[str, Any]], None]
@@ -62,7 +65,7 @@ def print_calibration(terminal: Terminal, result: Mapping[str, Any], pool: Mappi
 def print_sweep(terminal: Terminal, content: Mapping[str, Any]) -> None:
     """A line for each batch size."""
     load = content["load"]
-    terminal.say(f"prompts of {load['prompt_tokens']}, {load['new_tokens']} new tokens", style="bold")
+    terminal.say(f"prompts of {load['prompt_tokens']:,}, {load['new_tokens']:,} new tokens", style="bold")
     terminal.say(_ceilings(content["ceilings"]))
     found = table(
         *("batch", "latency s", "TTFT ms", "p99", "TPOT ms", "tok/s", "decode tok/s", "limit"),
@@ -98,7 +101,7 @@ def print_sweep(terminal: Terminal, content: Mapping[str, Any]) -> None:
 def print_kv_cache(terminal: Terminal, content: Mapping[str, Any]) -> None:
     """A line for each output length."""
     load = content["load"]
-    terminal.say(f"one prompt of {load['prompt_tokens']} tokens", style="bold")
+    terminal.say(f"one prompt of {counted(load['prompt_tokens'], 'token')}", style="bold")
     found = table("new tokens", "with s", "without s", "times slower", "passes with", "passes without")
     for row in content["rows"]:
         found.add_row(
@@ -121,7 +124,7 @@ def print_load(terminal: Terminal, rows: Sequence[Mapping[str, Any]], limits: Li
     found = table("load", "answered", "failed", "answered/s", "good/s", "good", "tok/s", "cached")
     for row in rows:
         found.add_row(
-            row["load"],
+            escape(row["load"]),
             str(row["answered"]),
             str(row["failed"]),
             f"{row['answered_per_s']:.2f}",
@@ -137,7 +140,7 @@ def print_load(terminal: Terminal, rows: Sequence[Mapping[str, Any]], limits: Li
             spread = row[name]
             if spread is not None:
                 label = name.removesuffix("_ms").replace("_", " ")
-                times.add_row(row["load"], label, *(f"{value:.1f}" for value in spread.values()))
+                times.add_row(escape(row["load"]), label, *(f"{value:.1f}" for value in spread.values()))
     terminal.show(times)
     asked = [
         f"{name} {limit:g} ms"
@@ -149,7 +152,9 @@ def print_load(terminal: Terminal, rows: Sequence[Mapping[str, Any]], limits: Li
 
 def _ceilings(found: Mapping[str, Any]) -> str:
     read, flop = found["read_bytes_per_s"] / 1e9, found["flop_per_s"] / 1e9
-    return f"ceilings: reading {read:.1f} GB/s, products {flop:,.0f} Gflop/s"
+    floats = found.get("float32_flop_per_s")
+    in_float32 = "" if floats is None else f", in float32 {floats / 1e9:,.0f}"
+    return f"ceilings: reading {read:.1f} GB/s, products {flop:,.0f} Gflop/s{in_float32}"
 
 
 def _seconds(value: float) -> str:

@@ -13,10 +13,10 @@ import typer
 
 from cluster.cli.conversation import SETTINGS, Conversation, Leave
 from cluster.cli.keys import service_at
-from cluster.cli.options import JsonOption, KeysOption
+from cluster.cli.options import KeysOption, UrlOption, json_lines
 from cluster.cli.services import services_of
 from cluster.cli.sse import AnswerStats, ChatClient
-from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.cli.terminal import CommandFailed, Terminal, UsageError, waiting
 
 _BLOCK = '"""'
 # A model's text must not steer the terminal: control characters but tab and newline are dropped.
@@ -25,9 +25,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def chat(
     context: typer.Context,
-    url: Annotated[
-        str | None, typer.Option("--url", help="Server; the running `tandem serve` by default.")
-    ] = None,
+    url: UrlOption = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Model name; the first served by default.")
     ] = None,
@@ -37,14 +35,15 @@ def chat(
         typer.Option("--set", metavar="NAME=VALUE", help=f"Sampling setting: {', '.join(SETTINGS)}."),
     ] = None,
     keys_file: KeysOption = None,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, json_lines("each answer")] = False,
 ) -> None:
     """Talk to the model. From a pipe, the input is one message; lines like /system TEXT are commands."""
-    terminal = Terminal(as_json=as_json)
+    terminal = Terminal(as_json=as_json, has_lines=True)
     with terminal.exit_codes():
         client = ChatClient(*service_at(services_of(context), url, keys_file))
         try:
-            served = client.models()
+            with waiting(terminal, f"asking {client.url} for its models"):
+                served = client.models()
             if model is not None and model not in served:
                 raise CommandFailed(f"{client.url} does not serve {model!r}; it serves {', '.join(served)}")
             conversation = Conversation(model=model or served[0], system=system)
@@ -53,7 +52,7 @@ def chat(
                 try:
                     conversation.set(name, value)
                 except ValueError as error:
-                    raise CommandFailed(f"--set {setting}: {error}") from error
+                    raise UsageError(f"--set {setting}: {error}") from error
             talk = _Talk(terminal, client, conversation)
             if isinstance(sys.stdin, TextIOWrapper):
                 sys.stdin.reconfigure(errors="replace")  # bytes that are no text become U+FFFD
@@ -108,7 +107,7 @@ class _Talk:
                 self._answer(item)
                 continue
             try:
-                typer.echo(self._conversation.run(item), err=True)
+                self._terminal.note(self._conversation.run(item), event="note")
             except Leave:
                 return
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.cli.sse import AnswerStats
 from cluster.config.problems import closest
+from cluster.figures.words import counted
 
 SETTINGS: Mapping[str, type] = {
     "temperature": float,
@@ -133,7 +134,7 @@ class Conversation:
             return f"{name} exists; choose another name"
         except OSError as error:
             return f"cannot write {name}: {error.strerror}"
-        return f"saved {len(content['messages'])} messages to {name}"
+        return f"saved {counted(len(content['messages']), 'message')} to {name}"
 
 
 def stats_text(stats: AnswerStats | None) -> str:
@@ -144,7 +145,7 @@ def stats_text(stats: AnswerStats | None) -> str:
     if stats.ttft_s is not None:
         parts.append(f"first token after {stats.ttft_s * 1e3:.0f} ms")
     if stats.completion_tokens is not None:
-        parts.append(f"{stats.completion_tokens} tokens")
+        parts.append(counted(stats.completion_tokens, "token"))
     if stats.tokens_per_s is not None:
         parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
     if stats.prompt_tokens is not None:

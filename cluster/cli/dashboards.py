@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import JsonOption, finite, http_url, named_path
+from cluster.cli.options import ForceOption, JsonOption, finite, http_url, json_lines, named_path
 from cluster.cli.outputs import check_output, write_output
 from cluster.cli.terminal import EXIT_FAILURE, CommandFailed, Phases, Terminal
 from cluster.figures.words import counted
@@ -60,14 +60,15 @@ def build(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write pages, alert rules, scrape configs and Grafana's provisioning files."""
+    """Write pages, alert rules, scrape configs and Grafana's provisioning files. What an earlier build wrote
+    is written over."""
     terminal = Terminal(as_json=as_json)
     with observe_exit_codes(terminal):
         written = files(grafana_path or str((out / PAGES_FOLDER).absolute()))
         for name, text in written.items():
             file = out / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            check_output(file, force=True)
+            write_output(file, text)
         if as_json:
             terminal.emit(folder=str(out), files=list(written))
         for name in written:
@@ -89,7 +90,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check fields, PromQL and names; rules by promtool where it is; and queries of a Prometheus."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     with observe_exit_codes(terminal):
         found = problems()
         promtool = find_program("promtool")
@@ -118,8 +119,9 @@ def check(
             raise typer.Exit(EXIT_FAILURE)
         if found:
             raise CommandFailed(counted(len(found), "problem"))
+        pages, queries = counted(len(PAGES), "page"), counted(asked, "query", "queries")
         rules = "rules by promtool" if promtool is not None else "rules not by promtool, which is not here"
-        terminal.say(f"{len(PAGES)} pages in order; {rules}; {asked} queries asked")
+        terminal.say(f"{pages} in order; {rules}; {queries} asked")
 
 
 @app.command()
@@ -143,11 +145,10 @@ def push(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Also over what is changed there meanwhile.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, json_lines("each of them")] = False,
 ) -> None:
-    """Make folder, data source and pages in a Grafana like ours. Again: nothing changes. --json: a line for
-    each of them."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    """Make folder, data source and pages in a Grafana like ours. Again: nothing changes."""
+    terminal = Terminal(as_json=as_json, has_lines=True)
     done: list[Pushed] = []
     with observe_exit_codes(terminal):
         api = GrafanaApi(grafana, _token(token_file))
@@ -171,19 +172,20 @@ def preview(
     ] = Path("dashboards.html"),
     prometheus: PrometheusOption = DEFAULT_PROMETHEUS,
     minutes: MinutesOption = 30,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Draw every panel from a running Prometheus into one HTML file, without Grafana."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     with observe_exit_codes(terminal):
-        check_output(out)
+        check_output(out, force=force)
         with Phases(terminal) as phases:
             phases.start("asking Prometheus for every panel")
             text, empty = draw(PrometheusApi(prometheus), PAGES.values(), _last(minutes))
         write_output(out, text)
         if as_json:
             terminal.emit(file=str(out), empty=empty)
-        terminal.say(f"{out}, {len(text) >> 10} KiB; {len(empty)} panels have nothing to show")
+        terminal.say(f"{out}, {len(text) >> 10} KiB; {counted(len(empty), 'panel')} without anything to show")
 
 
 def _last(minutes: float) -> Range:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -21,10 +22,11 @@ from cluster.cli.options import (
     finite,
 )
 from cluster.cli.rollout import Rollout
-from cluster.cli.services import services_of
-from cluster.cli.terminal import CommandFailed, Phases, Terminal
+from cluster.cli.services import Services, services_of
+from cluster.cli.terminal import CommandFailed, Phases, Terminal, waiting
 from cluster.deployment.cluster_files import FileKind, check_cluster_file
 from cluster.deployment.load import CommandLine, check_all, load_deployment, read_deployment
+from cluster.figures.words import counted
 from cluster.running.deployed import DeployedFile
 from cluster.running.note import RunningCluster
 from cluster.running.process import process_start
@@ -47,13 +49,15 @@ def deploy(
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
         deployment = load_deployment(file, assignments=assignments or (), allow_open=allow_open)
-        Rollout(
+        done = Rollout(
             deployment=deployment,
             given=DeployedFile(file=str(file), assignments=tuple(assignments or ())),
             dashboard=dashboard,
             wait=wait,
             timeout_s=timeout_s,
         ).run(terminal, services_of(context))
+        if as_json:
+            terminal.emit(**asdict(done))
 
 
 def validate(
@@ -69,15 +73,17 @@ def validate(
     """
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
-        source = read_deployment(file)  # once: it may be a pipe
-        kind = check_cluster_file(source, str(file))
+        with waiting(terminal, "checking the file"):
+            source = read_deployment(file)
+            kind = check_cluster_file(source, str(file))
         if kind is not FileKind.DEPLOYMENT:
             terminal.say(f"{file}: a valid {kind.value}", style="bold green")
             if as_json:
                 terminal.emit(valid=True, file=str(file), kind=kind.value)
             return
         given = CommandLine(port=port, assignments=tuple(assignments or ()))
-        deployment, checkpoint = check_all(source, str(file), given, allow_open=allow_open)
+        with waiting(terminal, "checking the file and its model"):
+            deployment, checkpoint = check_all(source, str(file), given, allow_open=allow_open)
         pools = {
             name: {
                 "groups": deployment.num_replicas.get(name, 1),
@@ -103,9 +109,8 @@ def validate(
             size = f"{checkpoint.weight_bytes / 1e6:.0f} MB"
             terminal.say(f"  model        {checkpoint.folder} ({size}, context {checkpoint.max_model_len})")
         for name, pool in pools.items():
-            terminal.say(
-                f"  pool         {name}: {pool['groups']} group(s) of {pool['tensor_parallel']} rank(s)"
-            )
+            groups, ranks = counted(pool["groups"], "group"), counted(pool["tensor_parallel"], "rank")
+            terminal.say(f"  pool         {name}: {groups} of {ranks}")
 
 
 def down(
@@ -119,28 +124,33 @@ def down(
     """Stop what is deployed; a `tandem serve` that runs the cluster ends too, as by Ctrl-C."""
     terminal = Terminal(as_json=as_json)
     services = services_of(context)
-    with terminal.exit_codes(), Phases(terminal) as phases:
-        phases.start("looking for the cluster")
-        api = services.open_api(dashboard)
-        running = services.running(api)
-        limit = _Limit(timeout_s)
-        if running is not None:
-            phases.start(f"ending tandem serve (process {running.pid})")
-            with suppress(ProcessLookupError):
-                os.kill(running.pid, signal.SIGTERM)
-            while not _has_ended(api, running):
-                limit.wait(f"tandem serve (process {running.pid}) has not ended")
-        else:
-            names = sorted(api.details().get("applications", {}))
-            phases.start(f"stopping {', '.join(names) or 'nothing: no application is deployed'}")
-            if names:  # asking for none would start Serve, with its own ideas of ports, where it does not run
-                api.remove_applications()
-            while api.details().get("applications"):
-                limit.wait(f"Serve still stops {', '.join(names)}")
+    with terminal.exit_codes():
+        with Phases(terminal) as phases:
+            api = _stop(services, dashboard, _Limit(timeout_s), phases)
         if as_json:
             terminal.emit(event="stopped", dashboard=api.url)
-        else:
-            phases.start("stopped")
+        terminal.say("stopped")
+
+
+def _stop(services: Services, dashboard: str | None, limit: _Limit, phases: Phases) -> ServeApi:
+    """Returns when nothing runs any more. Raises ServeApiError and CommandFailed."""
+    phases.start("looking for the cluster")
+    api = services.open_api(dashboard)
+    running = services.running(api)
+    if running is not None:
+        phases.start(f"ending tandem serve (process {running.pid})")
+        with suppress(ProcessLookupError):
+            os.kill(running.pid, signal.SIGTERM)
+        while not _has_ended(api, running):
+            limit.wait(f"tandem serve (process {running.pid}) has not ended")
+    else:
+        names = sorted(api.details().get("applications", {}))
+        phases.start(f"stopping {', '.join(names) or 'nothing: no application is deployed'}")
+        if names:  # asking for none would start Serve, with its own ideas of ports, where it does not run
+            api.remove_applications()
+        while api.details().get("applications"):
+            limit.wait(f"Serve still stops {', '.join(names)}")
+    return api
 
 
 def _has_ended(api: ServeApi, running: RunningCluster) -> bool:

@@ -11,10 +11,11 @@ import typer
 from rich.markup import escape
 
 from cluster.cli.keys import service_at
-from cluster.cli.options import JsonOption, KeysOption
+from cluster.cli.options import JsonOption, KeysOption, UrlOption
 from cluster.cli.services import services_of
 from cluster.cli.tables import table
-from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.cli.terminal import CommandFailed, Terminal, waiting
+from cluster.figures.words import counted
 
 _TIMEOUT_S = 5.0
 _TRIES = 16  # each over a connection of its own: only the router that placed a request remembers it
@@ -23,9 +24,7 @@ _TRIES = 16  # each over a connection of its own: only the router that placed a 
 def explain(
     context: typer.Context,
     request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="Id of an answer, or of the log.")],
-    url: Annotated[
-        str | None, typer.Option("--url", help="Server; the running `tandem serve` by default.")
-    ] = None,
+    url: UrlOption = None,
     keys_file: KeysOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -33,11 +32,17 @@ def explain(
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
         service = service_at(services_of(context), url, keys_file)
-        found = _ask(service.url, request_id, service.headers)
+        with waiting(terminal, f"asking {service.url}"):
+            found = _ask(service.url, request_id, service.headers)
         if as_json:
             terminal.emit(**found)
-        else:
+            return
+        try:
             _print(terminal, found)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CommandFailed(
+                f"what {service.url} says of it is in no known form: is it another version? --json prints it"
+            ) from error
 
 
 def _ask(url: str, request_id: str, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -74,8 +79,8 @@ def _print(terminal: Terminal, found: Mapping[str, Any]) -> None:
     for number, prompt in enumerate(found["prompts"]):
         name = "prompt" if len(found["prompts"]) == 1 else f"prompt {number}"
         terminal.say(
-            f"{name}: {prompt['num_prompt_tokens']} tokens, taken by {prompt['taken_by'] or 'nobody'} "
-            f"at attempt {prompt['num_attempts']}"
+            f"{name}: {counted(prompt['num_prompt_tokens'], 'token')}, "
+            f"taken by {prompt['taken_by'] or 'nobody'} at attempt {prompt['num_attempts']}"
         )
         _print_fetch(terminal, prompt["fetch"])
         _print_ranking(terminal, prompt["ranked"])
@@ -91,7 +96,7 @@ def _print_first_token(terminal: Terminal, first: Mapping[str, Any] | None) -> N
     for stage, milliseconds in first["stages_ms"].items():
         if milliseconds > 0:
             share = milliseconds / whole_ms if whole_ms else 0.0
-            found.add_row(f"  {stage}", f"{milliseconds:.2f}", f"{share:.1%}")
+            found.add_row(escape(f"  {stage}"), f"{milliseconds:.2f}", f"{share:.1%}")
     terminal.show(found)
 
 
@@ -100,7 +105,7 @@ def _print_fetch(terminal: Terminal, fetch: Mapping[str, Any] | None) -> None:
         return
     pulled = "not known yet" if fetch["pulled_tokens"] is None else fetch["pulled_tokens"]
     source = fetch["source"] or "nobody in the end"
-    terminal.say(f"  read from {source}: {pulled} of {fetch['wanted_tokens']} tokens")
+    terminal.say(f"  read from {source}: {pulled} of {counted(fetch['wanted_tokens'], 'token')}")
     for prefill in fetch["prefills"]:
         terminal.say(f"  prefill by {prefill['group']}: {prefill['outcome']}")
 
@@ -109,7 +114,8 @@ def _print_ranking(terminal: Terminal, ranked: list[Mapping[str, Any]]) -> None:
     """Groups with their sources, best first; the terms add up to the cost."""
     names = list(dict.fromkeys(name for choice in ranked for name in choice["terms_ms"]))
     found = table(
-        *("  group", "source", "cached blocks", "to read", "cost ms", *names), left=("  group", "source")
+        *("  group", "source", "cached blocks", "to read", "cost ms", *map(escape, names)),
+        left=("  group", "source"),
     )
     for choice in ranked:
         terms = choice["terms_ms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,19 +14,17 @@ import typer
 from cluster.bench.client import ServedModel, ServerUnusable
 from cluster.bench.latency import Limits, Outcome, summary
 from cluster.bench.load import Due, MakeLoad, Server, of_trace, poisson
-from cluster.bench.report import Report, write_report
+from cluster.bench.report import Report, report_text
 from cluster.cli import bench_tables
 from cluster.cli.keys import service_at
 from cluster.cli.numbers import MOST_REQUESTS, MOST_TOKENS
-from cluster.cli.options import JsonOption, KeysOption, divisor, finite, named_path
-from cluster.cli.outputs import check_output
+from cluster.cli.options import ForceOption, JsonOption, KeysOption, UrlOption, divisor, finite, named_path
+from cluster.cli.outputs import check_output, write_output
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
 from cluster.figures.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
+from cluster.figures.words import counted
 
-UrlOption = Annotated[
-    str | None, typer.Option("--url", help="Server; the running `tandem serve` by default.")
-]
 TtftOption = Annotated[
     float | None,
     typer.Option("--ttft", callback=finite, metavar="MS", min=0, help="Most for a good request."),
@@ -68,12 +67,13 @@ def serve(
     timeout_s: TimeoutOption = 600.0,
     keys_file: KeysOption = None,
     out: OutOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Poisson arrivals at given rates: percentiles, and goodput within --ttft and --tpot."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
-        check_output(out)
+        check_output(out, force=force)
         rates = _rates(rate)
         runs = {
             f"{per_s:g}/s": _for_any_model(
@@ -133,12 +133,13 @@ def replay(
     timeout_s: TimeoutOption = 600.0,
     keys_file: KeysOption = None,
     out: OutOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """A production trace at its own times, scaled; equal prefixes in the trace are equal prefixes here."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
-        check_output(out)
+        check_output(out, force=force)
         try:
             found = scaled(
                 read_trace(trace, limit=requests), length_divisor=length_divisor, rate_divisor=rate_divisor
@@ -146,6 +147,7 @@ def replay(
         except TraceError as error:
             raise CommandFailed(str(error)) from error
         prompt, output = mean_lengths(found)
+        per_s = mean_rate(found)
         load = {
             "arrivals": "trace",
             "trace": trace.name,
@@ -154,7 +156,7 @@ def replay(
             "requests": len(found),
             "mean_prompt_tokens": round(prompt, 1),
             "mean_new_tokens": round(output, 1),
-            "mean_rate": round(mean_rate(found), 4) if len(found) > 1 else None,
+            "mean_rate": round(per_s, 4) if math.isfinite(per_s) else None,
         }
 
         def make(model: ServedModel) -> Iterable[Due]:
@@ -210,10 +212,10 @@ def _run(terminal: Terminal, services: Services, test: LoadTest, out: Path | Non
     else:
         bench_tables.print_load(terminal, rows, test.limits)
     if out is not None:  # after what was measured has been shown
-        write_report(report, out)
+        write_output(out, report_text(report))
         terminal.say(f"report in {out}")
     if failed := [outcome for found in samples.values() for outcome in found if not outcome.is_answered]:
-        terminal.progress.print(f"{len(failed)} requests failed; the first: {failed[0].error}", markup=False)
+        terminal.note(f"{counted(len(failed), 'request')} failed; the first: {failed[0].error}", event="note")
     if not any(row["answered"] for row in rows):
         raise typer.Exit(1)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cluster.cli.dashboards import observe_exit_codes
-from cluster.cli.options import DashboardOption, JsonOption, KeysOption
+from cluster.cli.options import DashboardOption, KeysOption, json_lines
 from cluster.cli.services import DEFAULT_DASHBOARD, services_of
 from cluster.cli.signals import interrupts
-from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.cli.terminal import CommandFailed, Terminal, UsageError, waiting
 from cluster.observe.local_prometheus import need_prometheus, running
 from cluster.running.serve_api import read_token
 from dashboards import scrape
@@ -59,13 +60,13 @@ def up(
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, help="Where Prometheus listens, on loopback.")
     ] = 9090,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, json_lines("each of: it is ready, it has stopped")] = False,
 ) -> None:
     """Start Debian's Prometheus on this machine, scraping a running cluster. Ctrl-C ends it with its data."""
-    terminal = Terminal(as_json=as_json)
+    terminal = Terminal(as_json=as_json, has_lines=True)
     with observe_exit_codes(terminal):
         if target is None and keys_file is not None:
-            raise CommandFailed("--api-keys-file is for --target: the nodes of Ray ask for no API key")
+            raise UsageError("--api-keys-file is for --target: the nodes of Ray ask for no API key")
         program = need_prometheus()
         if target is not None:
             config, scraped = _plain(target, keys_file), target
@@ -77,13 +78,17 @@ def up(
             config = through_ray(scraped, read_token())
         with interrupts():
             try:
-                with running(program, config, port=port) as prometheus:
+                with ExitStack() as stack:
+                    with waiting(terminal, "starting Prometheus"):
+                        prometheus = stack.enter_context(running(program, config, port=port))
                     if as_json:
                         terminal.emit(event="ready", url=prometheus.url, scrapes=scraped)
                     terminal.say(f"Prometheus at {prometheus.url} scrapes {scraped}; Ctrl-C stops it.")
                     terminal.say(f"tandem dashboards preview --prometheus {prometheus.url}")
                     code = prometheus.wait()
             except KeyboardInterrupt:
+                if as_json:
+                    terminal.emit(event="stopped")
                 terminal.say("stopped")
                 return
         raise CommandFailed(f"Prometheus ended by itself (exit {code})")

@@ -12,7 +12,7 @@ from cluster.cli.folders import embedded_folder, folder_of
 from cluster.cli.options import JsonOption
 from cluster.cli.quantize import quantize
 from cluster.cli.services import services_of
-from cluster.cli.terminal import Terminal
+from cluster.cli.terminal import Terminal, waiting
 from cluster.config.problems import ConfigError, Problem
 from cluster.models.embedded import SMOLLM2
 from workers.model.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ app.command()(convert)
 @app.command()
 def fetch(context: typer.Context, as_json: JsonOption = False) -> None:
     """Convert the embedded model into the cache, or check the hashes of what is there."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=as_json)
+    terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
         folder = embedded_folder(terminal, services_of(context))
         if as_json:
@@ -44,7 +44,7 @@ def fetch(context: typer.Context, as_json: JsonOption = False) -> None:
 @app.command()
 def path(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: JsonOption = False) -> None:
     """Print the folder of a model, and nothing else; the embedded one is converted first when needed."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
         folder = folder_of(terminal, services_of(context), name)
         if as_json:
@@ -56,11 +56,12 @@ def path(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: Jso
 @app.command()
 def inspect(context: typer.Context, name: NameArgument = SMOLLM2.name, as_json: JsonOption = False) -> None:
     """Show what a model folder holds, and in how many ranks it can be split. Reads headers only."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
         folder = folder_of(terminal, services_of(context), name)
         try:
-            facts = describe(Checkpoint(folder))
+            with waiting(terminal, "reading headers and hashes"):
+                facts = describe(Checkpoint(folder))
         except CheckpointError as error:
             raise ConfigError([Problem(path="", message=str(error))]) from error
         if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
@@ -57,6 +57,22 @@ def http_url(value: str | None) -> str | None:
     return value.rstrip("/")
 
 
+def json_lines(for_each: str) -> Any:
+    """`--json` of a command that tells one thing after the other."""
+    return typer.Option("--json", help=f"Print JSON, a line for {for_each}, and one for a failure.")
+
+
+def plain_url(value: str | None) -> str | None:
+    """As `http_url`, and no name or password in it: the list of processes and messages would show them."""
+    found = http_url(value)
+    if found is not None and "@" in urlsplit(found).netloc:
+        raise typer.BadParameter(
+            "it must be without name and password: an API key is read from --api-keys-file, Ray's token from "
+            "RAY_AUTH_TOKEN or its file."
+        )
+    return found
+
+
 ReadyOption = Annotated[float, typer.Option("--timeout-s", callback=finite, help="Longest time until ready.")]
 SetOption = Annotated[
     list[str] | None,
@@ -65,7 +81,8 @@ SetOption = Annotated[
     ),
 ]
 PortOption = Annotated[int | None, typer.Option("--port", help="HTTP port instead of the file's.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, also of a failure.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
 OpenOption = Annotated[
     bool, typer.Option("--i-know-this-is-open", help="Accept an HTTP host that other machines can reach.")
 ]
@@ -78,5 +95,14 @@ KeysOption = Annotated[
     ),
 ]
 DashboardOption = Annotated[
-    str | None, typer.Option("--dashboard", metavar="URL", help="Ray dashboard of an existing cluster.")
+    str | None,
+    typer.Option(
+        "--dashboard", callback=plain_url, metavar="URL", help="Ray dashboard of an existing cluster."
+    ),
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--url", callback=plain_url, metavar="URL", help="Server; the running `tandem serve` by default."
+    ),
 ]

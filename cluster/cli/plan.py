@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +11,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.numbers import MOST_TOKENS
-from cluster.cli.options import MOST_RATE, JsonOption, above_zero, divisor, finite, named_path
+from cluster.cli.options import MOST_RATE, ForceOption, JsonOption, above_zero, divisor, finite, named_path
 from cluster.cli.outputs import check_output, write_output
 from cluster.cli.plan_tables import (
     Proposed,
@@ -19,7 +21,7 @@ from cluster.cli.plan_tables import (
     proposal_facts,
     refused_lines,
 )
-from cluster.cli.terminal import CommandFailed, Terminal, UsageError
+from cluster.cli.terminal import CommandFailed, Terminal, UsageError, waiting
 from cluster.config.leaves import CHOICES, RANGES
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.figures.machine import usable_cores
@@ -114,14 +116,16 @@ def plan(
         Path | None,
         typer.Option("-o", "--out", parser=named_path, metavar="FILE", help="Write a deployment file."),
     ] = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Memory, requests that fit, limits; with --ttft and --tpot and a --rate or --trace, groups and pools."""
     terminal = Terminal(as_json=as_json)
     with terminal.exit_codes():
-        check_output(out)
-        try:
+        check_output(out, force=force)
+        with waiting(terminal, "planning"), _refusals():
             found = find_model(model)
+            folder = _folder_of(found, model_path) if out is not None else ""
             shape = Shape(
                 context=context,
                 dtype=dtype,
@@ -143,12 +147,8 @@ def plan(
             if demand is not None and targets is not None:
                 served = demand.within(context)
                 proposed = Proposed(served, *propose(made, served, targets, tensor_parallel))
-        except (UnknownModel, UnknownDevice, TensorParallelError) as error:
-            raise UsageError(str(error)) from error
-        except _REFUSED as error:
-            raise CommandFailed(str(error)) from error
         if out is not None and proposed is not None:
-            _write(out, made, proposed, model_path)
+            _write(out, made, proposed, folder)
         if as_json:
             terminal.emit(**plan_facts(made), proposal=None if proposed is None else proposal_facts(proposed))
             return
@@ -159,8 +159,29 @@ def plan(
             terminal.say(f"deployment in {out}; check it with `tandem validate {out}`")
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What cannot be planned, in the words of the commands."""
+    try:
+        yield
+    except (UnknownModel, UnknownDevice, TensorParallelError) as error:
+        raise UsageError(str(error)) from error
+    except _REFUSED as error:
+        raise CommandFailed(str(error)) from error
+
+
+def _folder_of(model: PlannedModel, given: str | None) -> str:
+    """For a deployment file. Raises UsageError where no folder is known."""
+    folder = given or model.path
+    if folder is None:
+        raise UsageError(
+            f"-o: {model.name} is known by its sizes only; say where its folder is with --model-path"
+        )
+    return folder
+
+
 def _check_shape(model: PlannedModel, shape: Shape) -> None:
-    """Raises CommandFailed."""
+    """Raises UsageError."""
     if shape.context > model.spec.max_model_len:
         most = model.spec.max_model_len
         raise UsageError(f"--context {shape.context:,}: {model.name} allows at most {most:,}")
@@ -208,14 +229,9 @@ def _targets(
     return Targets(ttft_s=ttft / 1e3, tpot_s=tpot / 1e3)
 
 
-def _write(out: Path, made: Plan, proposed: Proposed, model_path: str | None) -> None:
-    """Raises CommandFailed where no folder of the model is known, and ConfigError never: what is written is
-    what `tandem validate` accepts, but for the model's folder on another machine."""
-    path = model_path or made.model.path
-    if path is None:
-        raise CommandFailed(
-            f"-o: {made.model.name} is known by its sizes only; say where its folder is with --model-path"
-        )
+def _write(out: Path, made: Plan, proposed: Proposed, folder: str) -> None:
+    """Writes what `tandem validate` accepts, but for the model's folder on another machine. Raises
+    CommandFailed."""
     demand, proposal = proposed.demand, proposed.proposal
     notes = [
         f"{made.model.name} on {proposal.devices} x {made.device.name}, as `tandem plan` proposed it for",
@@ -226,7 +242,7 @@ def _write(out: Path, made: Plan, proposed: Proposed, model_path: str | None) ->
     ]
     text = deployment_text(
         proposal,
-        model_path=path,
+        model_path=folder,
         device=made.device,
         shape=made.shape,
         memory=made.memory,

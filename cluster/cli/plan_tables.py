@@ -168,7 +168,8 @@ def _memory(terminal: Terminal, plan: Plan) -> None:
         f"{memory.kv_bytes_per_token * memory.context / 2**20:,.0f} MiB for {memory.context:,} tokens"
     )
     terminal.say(
-        f"{memory.num_requests:,} requests of {memory.context:,} tokens fit at once, "
+        f"{counted(memory.num_requests, 'request')} of {memory.context:,} tokens "
+        f"{'fits' if memory.num_requests == 1 else 'fit'} at once, "
         f"{memory.num_tokens:,} tokens in all"
     )
     if memory.cap:

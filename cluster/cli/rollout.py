@@ -24,6 +24,15 @@ from cluster.running.deployed import DeployedFile
 from cluster.running.serve_api import ServeApi, ServeApiError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of it, for programs."""
+
+    event: str  # ready, or accepted
+    url: str
+    elapsed_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Rollout:
     """What is sent, where to, and how far it has come."""
@@ -36,9 +45,9 @@ class Rollout:
     is_accepted: bool = False  # Serve has taken it, or what comes in between
     is_between: bool = False  # the old pool is still there beside it
 
-    def run(self, terminal: Terminal, services: Services) -> None:
-        """Make the cluster look like the deployment, and say so. Raises what the commands turn into exit
-        codes."""
+    def run(self, terminal: Terminal, services: Services) -> Outcome:
+        """Make the cluster look like the deployment, and say so to people. Raises what the commands turn into
+        exit codes."""
         try:
             with Phases(terminal) as phases:
                 phases.start("looking for the cluster")
@@ -56,12 +65,11 @@ class Rollout:
             )
             raise terminal.fail(f"interrupted; {state}", code=EXIT_INTERRUPTED) from None
         url = self.deployment.url
-        if terminal.as_json:
-            terminal.emit(event="ready" if self.wait else "accepted", url=url, elapsed_s=ready_s)
-        elif self.wait:
+        if self.wait:
             terminal.say(f"ready in {ready_s:.1f} s at {url}", style="bold green")
         else:
             terminal.say(f"accepted; follow it with `tandem status --dashboard {api.url}`")
+        return Outcome(event="ready" if self.wait else "accepted", url=url, elapsed_s=round(ready_s, 2))
 
     def _send(self, api: ServeApi, services: Services, phases: Phases) -> None:
         deployment = self.deployment

@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from cluster.cli.numbers import whole_number
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, ReadyOption, SetOption
 from cluster.cli.rollout import Rollout, find_cluster
 from cluster.cli.services import Services, services_of
-from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.cli.terminal import CommandFailed, Terminal, waiting
 from cluster.config.problems import ConfigError, Problem
 from cluster.config.yaml_tree import MAX_BYTES, read_yaml
 from cluster.deployment.load import CommandLine, Deployment, deployment_of
@@ -52,7 +52,8 @@ def scale(
     services = services_of(context)
     with terminal.exit_codes():
         wanted, named = _read_words(words)
-        given = _file_of(services, dashboard, named, assignments or ())
+        with waiting(terminal, "looking for the cluster"):
+            given = _file_of(services, dashboard, named, assignments or ())
         file = Path(os.path.realpath(given.file))  # a link goes on pointing there
         before = _text_of(file)
         pools = _deployment_of(before, given, allow_open).config.pools.by_name()
@@ -64,9 +65,12 @@ def scale(
             wait=wait,
             timeout_s=timeout_s,
         )
-        diff = list(_diff(before, after, given.file))
-        _show(terminal, diff, wanted, given)
+        diff = _diff(before, after, given.file)
+        change = {"file": given.file, "replicas": wanted, "diff": diff}
+        _show(terminal, diff, given)
         if dry_run or not diff:
+            if as_json:
+                terminal.emit(event="change" if diff else "unchanged", **change)
             return
         if not yes and not _confirmed(as_json):
             raise CommandFailed("nothing was changed")
@@ -75,10 +79,12 @@ def scale(
         mode = file.stat().st_mode & 0o777
         replace_file(file, after, mode=mode)
         try:
-            rollout.run(terminal, services)
+            done = rollout.run(terminal, services)
         finally:
             if not rollout.is_accepted:
                 replace_file(file, before, mode=mode)
+        if as_json:
+            terminal.emit(**asdict(done), **change)
 
 
 def _text_of(file: Path) -> str:
@@ -142,15 +148,12 @@ def _file_of(
     return replace(known, assignments=tuple(latest.values()))  # of two for one option, the last one counts
 
 
-def _diff(before: str, after: str, file: str) -> Sequence[str]:
+def _diff(before: str, after: str, file: str) -> list[str]:
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), file, file, lineterm="", n=1)
     return list(lines)
 
 
-def _show(terminal: Terminal, diff: Sequence[str], wanted: dict[str, int], given: DeployedFile) -> None:
-    if terminal.as_json:
-        terminal.emit(event="change", file=given.file, replicas=wanted, diff=list(diff))
-        return
+def _show(terminal: Terminal, diff: Sequence[str], given: DeployedFile) -> None:
     if not diff:
         terminal.say(f"{given.file} says so already; `tandem deploy {given.file}` deploys it again")
         return

@@ -20,7 +20,7 @@ from cluster.cli.first_question import (
     python_example,
 )
 from cluster.cli.keys import key_headers
-from cluster.cli.options import DashboardOption, JsonOption, OpenOption, PortOption, ReadyOption, SetOption
+from cluster.cli.options import DashboardOption, OpenOption, PortOption, ReadyOption, SetOption, json_lines
 from cluster.cli.rollout import check_unchanged
 from cluster.cli.services import Services, services_of
 from cluster.cli.signals import interrupts
@@ -51,10 +51,10 @@ def serve(
     dashboard: DashboardOption = None,
     timeout_s: ReadyOption = 900.0,
     allow_open: OpenOption = False,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, json_lines("each of: it is ready, it has stopped")] = False,
 ) -> None:
     """Serve a deployment in the foreground. Starts a local Ray cluster; Ctrl-C stops all it started."""
-    terminal = Terminal(as_json=as_json)
+    terminal = Terminal(as_json=as_json, has_lines=True)
     services = services_of(context)
     with terminal.exit_codes():
         deployment = load_deployment(

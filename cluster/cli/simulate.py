@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.cli.numbers import MOST_BLOCKS, MOST_REQUESTS, MOST_TOKENS, whole_number
-from cluster.cli.options import JsonOption, above_zero, divisor
+from cluster.cli.options import above_zero, divisor, json_lines
 from cluster.cli.tables import table
 from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
@@ -111,11 +111,11 @@ def simulate_command(
     no_sharing: UniqueOption = False,
     seed: SeedOption = 0,
     stepwise: StepwiseOption = False,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, json_lines("each run")] = False,
 ) -> None:
     """Send a trace through a cluster in virtual time: the real router, scheduler and block pool, with a
     predicted duration in place of each step."""
-    terminal = Terminal(as_json=as_json, progress_to_stderr=True)
+    terminal = Terminal(as_json=as_json, has_lines=True)
     reports: list[Report] = []
     with terminal.exit_codes():
         try:
@@ -144,7 +144,7 @@ def simulate_command(
                     check_fits(traced, config)
                 for name, config in configs.items():
                     for each in policies:
-                        phases.start(f"{len(traced):,} requests, {name}, {each}")
+                        phases.start(f"{counted(len(traced), 'request')}, {name}, {each}")
                         reports.append(report(name, simulate(traced, config, each)))
                         if as_json:
                             terminal.emit(**asdict(reports[-1]))

@@ -92,7 +92,12 @@ class ChatClient:
                     response.read()
                     raise CommandFailed(_error_text(response))
                 for event in _events(_lines(response.iter_bytes())):
-                    text = _take(event, stats)
+                    try:
+                        text = _take(event, stats)
+                    except (AttributeError, LookupError, TypeError) as error:
+                        raise CommandFailed(
+                            f"the server sent what is not a chunk: {str(event)[:200]}"
+                        ) from error
                     if text:
                         if stats.ttft_s is None:
                             stats.ttft_s = time.monotonic() - started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,7 +16,8 @@ from cluster.cli.keys import key_headers
 from cluster.cli.options import DashboardOption, JsonOption, KeysOption
 from cluster.cli.services import Services, services_of
 from cluster.cli.tables import table
-from cluster.cli.terminal import CommandFailed, Terminal
+from cluster.cli.terminal import CommandFailed, Terminal, waiting
+from cluster.figures.words import counted
 from cluster.running.group_table import (
     ApplicationStatus,
     GroupRow,
@@ -50,24 +52,27 @@ def status(
     keys_file: KeysOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is deployed: groups, state and why, load, restarts. Exit code 1 when not all is ready."""
-    terminal = Terminal(as_json=as_json)
+    """Show what is deployed: groups, state and why, load, restarts. Exit code 1 when not all is ready.
+    With --watch --json: a line each time."""
+    terminal = Terminal(as_json=as_json, has_lines=watch)
     services = services_of(context)
     with terminal.exit_codes():
         noted = services.note.at(dashboard.rstrip("/")) if dashboard is not None else services.note.read()
         if noted is not None and noted.is_stopping:
             raise CommandFailed(f"`tandem serve` (process {noted.pid}) is stopping")
-        api = services.open_api(dashboard)
+        with waiting(terminal, "looking for the cluster"):
+            api = services.open_api(dashboard)
         running = services.running(api)
         headers = key_headers(keys_file or (running.api_keys_file if running is not None else None))
         address = gcs_address or (running.gcs_address if running is not None else "")
         try:
-            statuses = _ask(services, api, address, headers)
-            _show(terminal, api.url, statuses)
-            while watch:
-                time.sleep(_WATCH_S)
-                statuses = _ask(services, api, address, headers)
+            while True:
+                with waiting(terminal, "asking the cluster"):
+                    statuses = _ask(services, api, address, headers)
                 _show(terminal, api.url, statuses)
+                if not watch:
+                    break
+                time.sleep(_WATCH_S)
         except KeyboardInterrupt:
             if not watch:
                 raise
@@ -89,8 +94,9 @@ def _ask(
         deployments = application.get("deployments")
         if not deployments or "router" in deployments:  # none: after a refused deploy, the router goes on
             body = _load(details, application.get("route_prefix") or "/", headers)
-            loads |= parse_loads(body)
-            pairs += parse_pairs(body)
+            with suppress(AttributeError, LookupError, TypeError):  # something else answers there
+                loads |= parse_loads(body)
+                pairs += parse_pairs(body)
     return application_statuses(details, directories, loads, pairs, now=time.time())
 
 
@@ -133,7 +139,7 @@ def _show(terminal: Terminal, url: str, statuses: list[ApplicationStatus]) -> No
         groups = [row for row in application.rows if row.leases is not None]
         for row in groups:
             if row.leases:
-                terminal.say(f"  {row.group} lends KV blocks: {row.leases} leases held")
+                terminal.say(f"  {row.group} lends KV blocks: {counted(row.leases, 'lease')} held")
             if row.exchange_problem and len(groups) > 1:
                 terminal.say(f"  {row.group} exchanges no KV blocks: {row.exchange_problem}")
         for pool, decision in (application.scaling or {}).get("pools", {}).items():
@@ -172,12 +178,12 @@ def _pair_line(pair: PairRow) -> str:
 
 def _cells(row: GroupRow) -> list[str]:
     style = _STATE_STYLES.get(row.state)
-    state = f"[{style}]{row.state}[/]" if style else row.state
+    state = f"[{style}]{row.state}[/]" if style else escape(row.state)
     ranks = " ".join(map(str, row.rank_pids)) or _number(row.front_pid)
     kv = "" if row.kv_percent is None else f"{row.kv_percent:.0f} %"
     age = "" if row.age_s is None else _duration(row.age_s)
     numbers = (_number(row.running), _number(row.waiting), kv, _number(row.restarts), age)
-    return [escape(row.group), row.role, state, row.node, ranks, *numbers, escape(row.reason)]
+    return [escape(row.group), escape(row.role), state, escape(row.node), ranks, *numbers, escape(row.reason)]
 
 
 def _number(value: int | None) -> str:

@@ -1,5 +1,8 @@
 """How the commands talk: lines for people, JSON for programs, and never silence for more than two seconds.
 
+Results go to standard output, and what is said meanwhile to standard error, also as JSON. With `--json`
+standard output holds one document; of commands that tell one thing after the other, a document a line.
+
 On a terminal the current phase stands at the bottom with a spinner and its seconds; through a pipe a line
 repeats it. Colour is rich's business: none when the output is not a terminal or NO_COLOR is set.
 """
@@ -49,22 +52,29 @@ class UsageError(CommandFailed):
 
 
 class Terminal:
-    """Output of one command. `as_json`: one JSON object a line on standard output, nothing else there."""
+    """Output of one command. `as_json`: documents for programs instead of lines for people; one in all, or
+    where it `has_lines`, one a line."""
 
-    def __init__(self, *, as_json: bool = False, progress_to_stderr: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, has_lines: bool = False) -> None:
         self.as_json = as_json
-        self._progress_to_stderr = progress_to_stderr
+        self._has_lines = has_lines
+        self._has_emitted = False
         self.out = _console()
-        # Of a command whose standard output is a result, progress goes to standard error.
-        self.progress = _console(stderr=progress_to_stderr)
+        self.progress = _console(stderr=True)
 
     def emit(self, **values: Any) -> None:
-        """One JSON line on standard output; flushed, so that a reader sees it at once."""
-        typer.echo(json.dumps(values, ensure_ascii=False))
+        """A document on standard output; flushed, so that a reader sees it at once. Raises CommandFailed for
+        numbers that JSON has no words for."""
+        assert self._has_lines or not self._has_emitted, "a second document"
+        typer.echo(_json(values))
+        self._has_emitted = True
 
-    def emit_progress(self, **values: Any) -> None:
-        """One JSON line of progress, on the stream of progress."""
-        typer.echo(json.dumps(values, ensure_ascii=False), err=self._progress_to_stderr)
+    def note(self, text: str, **values: Any) -> None:
+        """Something said beside the result, on standard error."""
+        if self.as_json:
+            typer.echo(_json({**values, "message": text}), err=True)
+        else:
+            self.progress.print(Text(text))
 
     def say(self, text: str = "", *, style: str = "") -> None:
         """A line for people; dropped when programs read."""
@@ -84,7 +94,11 @@ class Terminal:
     def fail(self, text: str, *, code: int, **details: Any) -> typer.Exit:
         """Report a failure and give what to raise."""
         if self.as_json:
-            self.emit(event="error", message=text, exit_code=code, **details)
+            problem = {"event": "error", "message": text, "exit_code": code, **details}
+            if self._has_emitted and not self._has_lines:
+                typer.echo(_json(problem), err=True)
+            else:
+                self.emit(**problem)
         else:
             errors = _console(stderr=True)
             errors.print(Text("error: ", style="bold red") + Text(text))
@@ -121,6 +135,13 @@ class Terminal:
             raise self.fail("interrupted", code=EXIT_INTERRUPTED) from None
 
 
+def _json(values: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise CommandFailed(f"the result cannot be said in JSON: {error}") from error
+
+
 def _console(*, stderr: bool = False) -> Console:
     """Lines are never wrapped, and tables not cut to 80 columns, where no terminal sets a width."""
     console = Console(stderr=stderr, highlight=False, soft_wrap=True)
@@ -135,11 +156,27 @@ class _Phase:
     started: float
 
 
-class Phases:
-    """The phases of something that takes a while. Use as a context; `start` ends the phase before."""
+@contextmanager
+def waiting(terminal: Terminal, text: str) -> Iterator[None]:
+    """Around what is mostly quick: something is only said when it lasts."""
+    with Phases(terminal, is_quiet=True) as phases:
+        phases.start(text)
+        yield
 
-    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = time.monotonic) -> None:
+
+class Phases:
+    """The phases of something that takes a while. Use as a context; `start` ends the phase before.
+    `is_quiet`: a phase is told when it lasts, not when it begins."""
+
+    def __init__(
+        self,
+        terminal: Terminal,
+        *,
+        is_quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._terminal = terminal
+        self._is_quiet = is_quiet
         self._clock = clock
         self._began = clock()
         self._current: _Phase | None = None
@@ -158,23 +195,27 @@ class Phases:
         console = self._terminal.progress
         if console.is_terminal and not self._terminal.as_json:
             self._status = console.status(_Elapsed(self), spinner="dots")
-            self._status.start()
-        else:
-            self._heart.start()
+            if not self._is_quiet:
+                self._status.start()
+                return self
+        self._heart.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
+        if self._heart.is_alive():
+            self._heart.join(timeout=5.0)
         if self._status is not None:
             self._status.stop()
-        else:
-            self._heart.join(timeout=5.0)
 
     def start(self, text: str) -> None:
         """Say what is being done now."""
         with self._lock:
             self._current = _Phase(text, self._clock())
-        self._line(text)
+        if self._is_quiet:
+            self._last_line = self._clock()
+        else:
+            self._line(text)
 
     def current(self) -> tuple[str, float]:
         """The phase under way and its seconds."""
@@ -187,13 +228,17 @@ class Phases:
         """Repeat the phase under way when nothing has been said for a while."""
         text, phase_s = self.current()
         pause = _HEARTBEAT_S if phase_s < _PATIENT_AFTER_S else _PATIENT_HEARTBEAT_S
-        if text and self._clock() - self._last_line >= pause:
+        if not text or self._clock() - self._last_line < pause:
+            return
+        if self._status is not None:
+            self._status.start()  # of a quiet one; once
+        else:
             self._line(f"... {text} ({phase_s:.0f} s)")
 
     def _line(self, text: str) -> None:
         self._last_line = self._clock()
         if self._terminal.as_json:
-            self._terminal.emit_progress(event="phase", elapsed_s=round(self.elapsed_s, 2), message=text)
+            self._terminal.note(text, event="phase", elapsed_s=round(self.elapsed_s, 2))
         else:
             self._terminal.progress.print(Text(f"{self.elapsed_s:6.1f} s  ", style="dim") + Text(text))
 

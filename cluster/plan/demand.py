@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.figures.traces import TraceRequest
+from cluster.figures.words import counted
 
 _WINDOW_S = 60.0
 _MOST_SAMPLES = 2000  # lengths of a longer trace are thinned to about so many
@@ -72,4 +73,5 @@ def of_trace(requests: Sequence[TraceRequest], name: str) -> Demand:
     rate = max(minutes.values()) / _WINDOW_S if span >= _WINDOW_S else len(requests) / max(span, 1.0)
     thin = -(-len(requests) // _MOST_SAMPLES)
     lengths = [(request.prompt_tokens, request.output_tokens) for request in requests[::thin]]
-    return Demand(rate=rate, lengths=lengths, source=f"{name}: {len(requests)} requests, its busiest minute")
+    source = f"{name}: {counted(len(requests), 'request')}, its busiest minute"
+    return Demand(rate=rate, lengths=lengths, source=source)

@@ -49,8 +49,13 @@ def deployment_text(
         {"name": name, "num_replicas": count, "max_surge_percent": 100}
         for name, count in (("router", routers), *((pool.role, pool.groups) for pool in proposal.pools))
     ]
-    head = "".join(f"# {line}\n" for line in notes)
+    head = "".join(f"# {_one_line(line)}\n" for line in notes)
     return head + yaml.safe_dump(tree, sort_keys=False, width=110)
+
+
+def _one_line(text: str) -> str:
+    """Names of files may hold anything; a comment ends with its line."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _pool(

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.figures.step_cost import StepCost
+from cluster.figures.words import counted
 from cluster.plan.demand import Demand, Targets
 from cluster.plan.queueing import PrefillQueue
 
@@ -97,8 +98,9 @@ def propose_unified(demand: Demand, targets: Targets, group: GroupLimits) -> Pro
                 tpot_s=state.tpot_s,
                 longest_gap_s=state.gap_s,
             )
-        best = f"; {groups} groups reach TTFT {state.ttft_s:.3g} s and TPOT {state.tpot_s * 1e3:.3g} ms"
-    raise NotReachable(f"one pool of up to {_MOST_GROUPS} groups misses a target{best}")
+        figures = f"TTFT {state.ttft_s:.3g} s and TPOT {state.tpot_s * 1e3:.3g} ms"
+        best = f"; with {counted(groups, 'group')} {figures}"
+    raise NotReachable(f"one pool of up to {_MOST_GROUPS:,} groups misses a target{best}")
 
 
 def propose_apart(demand: Demand, targets: Targets, group: GroupLimits) -> Proposal:
@@ -115,7 +117,7 @@ def propose_apart(demand: Demand, targets: Targets, group: GroupLimits) -> Propo
         if ttft_s <= targets.ttft_s:
             break
     else:
-        raise NotReachable(f"{_MOST_GROUPS} prefill groups do not reach TTFT {targets.ttft_s:g} s")
+        raise NotReachable(f"{_MOST_GROUPS:,} prefill groups do not reach TTFT {targets.ttft_s:g} s")
     prefill = PoolProposal(
         role="prefill",
         groups=groups,
@@ -193,8 +195,9 @@ def _checked_queue(demand: Demand, targets: Targets, group: GroupLimits) -> Pref
 def _largest_batch(demand: Demand, targets: Targets, group: GroupLimits) -> int:
     """Decode rows that a group is planned for: within target and pool, with headroom. Raises NotReachable."""
     context, length = demand.mean_context, demand.mean_prompt + demand.mean_output
-    high = int(_HEADROOM * min(group.max_running, group.pool_tokens / length))
-    if high < 1:
+    room = min(group.max_running, group.pool_tokens / length)
+    high = max(1, int(_HEADROOM * room))
+    if room < 1:
         raise NotReachable(f"a KV pool of {group.pool_tokens:,} tokens holds no request of this length")
     alone_s = group.cost.decode_step_seconds(1, context)
     if alone_s > targets.tpot_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cluster.figures.words import counted
 from cluster.plan.arithmetic import kv_bytes_per_token, prefill_flop, textbook_prefill_flop
 from cluster.plan.devices import Device
 from cluster.plan.models import PlannedModel
@@ -40,9 +41,10 @@ def textbook_figures(model: PlannedModel, device: Device, context: int) -> Textb
 def notes(model: PlannedModel, device: Device, context: int) -> list[str]:
     """Sentences that lead from the well-known figures to the plan's."""
     found = textbook_figures(model, device, context)
+    requests = counted(found.num_requests, "request")
     return [
         f"Textbook: floor(({device.memory_bytes >> 20:,} MiB - {found.weight_bytes / 1e9:g} GB) / "
-        f"{found.request_bytes >> 20:,} MiB) = {found.num_requests} requests. The plan takes exact weights "
+        f"{found.request_bytes >> 20:,} MiB) = {requests}. The plan takes exact weights "
         "and subtracts reserve, activations and buffers.",
         f"Textbook: {_rate(device.read_bytes_per_s)} / {found.weight_bytes / 1e9:g} GB = "
         f"{found.decode_tokens_per_s:.0f} tokens/s at batch 1. The plan leaves out the embedding table, of "

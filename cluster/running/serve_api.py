@@ -60,7 +60,11 @@ class ServeApi:
 
     def details(self) -> dict[str, Any]:
         """What Serve runs: applications with status, message, deployments and replicas."""
-        return self._read(_APPLICATIONS)
+        answer = self._read(_APPLICATIONS)
+        found = answer.get("applications", {})
+        if not isinstance(found, dict) or not all(isinstance(app, dict) for app in found.values()):
+            raise self._stranger()
+        return answer
 
     def session(self) -> str:
         """Name of the run of Ray whose dashboard this is; no other run on the machine has it."""
@@ -91,10 +95,13 @@ class ServeApi:
         try:
             answer = self._call("GET", path=path).json()
         except ValueError as error:
-            raise ServeApiError(f"what answers at {self.url} is not a Ray dashboard") from error
+            raise self._stranger() from error
         if not isinstance(answer, dict):
-            raise ServeApiError(f"what answers at {self.url} is not a Ray dashboard")
+            raise self._stranger()
         return answer
+
+    def _stranger(self) -> ServeApiError:
+        return ServeApiError(f"what answers at {self.url} is not a Ray dashboard")
 
     def _call(
         self, method: str, body: Mapping[str, Any] | None = None, *, path: str = _APPLICATIONS

@@ -17,6 +17,7 @@ from functools import partial
 
 from cluster.figures.step_cost import StepCost
 from cluster.figures.traces import TraceRequest
+from cluster.figures.words import counted
 from cluster.simulate.group import GroupKind, SimGroup
 from cluster.simulate.peers import Exchange, Network
 from cluster.simulate.rivals import LongestPrefix, PowerOfTwo, Rival
@@ -24,11 +25,13 @@ from cluster.simulate.router import Served, SimRouter
 from cluster.simulate.world import World
 from router.routing.policy import PlacementPolicy, PolicyConfig
 from workers.config import CacheConfig, ScheduleConfig
+from workers.runtime.memory import available_host_bytes
 from workers.types import GroupId, GroupInfo, Role
 
 POLICIES = ("prefix", "round_robin", "power_of_two", "longest_prefix", "least_loaded")
 _VOCAB_SIZE = 49_152
 _DTYPE = "bfloat16"
+_BLOCK_BYTES, _GROUP_BYTES = 72, 20_000  # of this process, for what the engine of a group knows of its pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,7 @@ def simulate(requests: Sequence[TraceRequest], config: SimConfig, policy: str) -
 
 
 def check_fits(requests: Sequence[TraceRequest], config: SimConfig) -> None:
-    """Raises DoesNotFit."""
+    """The cluster to the trace, and its block pools into this machine's memory. Raises DoesNotFit."""
     if not any(count for role, count in config.groups.items() if role is not Role.PREFILL):
         raise DoesNotFit("no group answers: unified or decode groups are needed")
     if config.groups.get(Role.PREFILL) and config.network is None:
@@ -128,6 +131,13 @@ def check_fits(requests: Sequence[TraceRequest], config: SimConfig) -> None:
         raise DoesNotFit(
             f"request {longest.number} has {longest.prompt_tokens:,} + {longest.output_tokens:,} tokens, in"
             f" {needed:,} KV blocks; a group has {config.num_blocks:,} (--blocks)"
+        )
+    count = sum(config.groups.values())
+    wanted, free = count * (config.num_blocks * _BLOCK_BYTES + _GROUP_BYTES), available_host_bytes()
+    if wanted > free:
+        raise DoesNotFit(
+            f"{counted(count, 'group')} of {config.num_blocks:,} KV blocks take {wanted / 1e9:.1f} GB of "
+            f"this machine's memory, {free / 1e9:.1f} GB are free: fewer groups or --blocks"
         )
 
 

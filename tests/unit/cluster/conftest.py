@@ -6,13 +6,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from cluster.bench.load import LoadRun, MakeLoad, Server
+from cluster.bench.orders import Order
 from cluster.cli.commands import app
 from cluster.cli.serve import serve
 from cluster.cli.services import Services
@@ -36,6 +38,8 @@ class World:
         self.note = RunningNote(folder / "run")
         self.entries: list[GroupEntry] = []
         self.scaling = ""
+        self.measured: Mapping[str, Any] = {}  # what measuring programs give
+        self.loaded: LoadRun | None = None  # what became of a load
 
     def run(self, *arguments: str, input: str | bytes | None = None) -> Result:
         """Run `tandem` with these arguments."""
@@ -48,8 +52,18 @@ class World:
             note=self.note,
             deployed=DeployedFiles(self.folder / "run"),
             locks=self.folder / "locks",
+            measure=self._measure,
+            run_load=self._run_load,
         )
         return CliRunner().invoke(app, list(arguments), obj=services, input=input)
+
+    def _measure(self, order: Order, report: Callable[[str], None], *, timeout_s: float) -> Mapping[str, Any]:
+        report("measuring")
+        return self.measured
+
+    def _run_load(self, server: Server, make: MakeLoad, report: Callable[[str], None]) -> LoadRun:
+        assert self.loaded is not None
+        return self.loaded
 
     def listing(self) -> GroupListing:
         """What the directory of the application says."""

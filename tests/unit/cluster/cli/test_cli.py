@@ -7,7 +7,6 @@ import os
 import pty
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -81,7 +80,7 @@ def test_validate_says_what_would_run(world: World, tiny_model: Path) -> None:
     assert lines[0].endswith("deployment.yaml: valid")
     assert lines[1] == f"  application  tandem at {world.server.url}"
     assert "context 128" in lines[2]
-    assert lines[3] == "  pool         unified: 2 group(s) of 1 rank(s)"
+    assert lines[3] == "  pool         unified: 2 groups of 1 rank"
     done = world.run("validate", file, "--set", f"model.path={tiny_model}", "--json")
     assert json.loads(done.stdout) == {
         "valid": True,
@@ -159,7 +158,7 @@ def test_a_long_phase_repeats_itself_before_two_seconds(capsys: pytest.CaptureFi
     for _ in range(40):  # five seconds
         clock.now += 0.125
         phases.beat()
-    assert capsys.readouterr().out.splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "   0.0 s  loading",
         "   1.9 s  ... loading (2 s)",
         "   3.8 s  ... loading (4 s)",
@@ -169,7 +168,19 @@ def test_a_long_phase_repeats_itself_before_two_seconds(capsys: pytest.CaptureFi
     capsys.readouterr()
     clock.now += 5
     phases.beat()  # after a minute, every ten seconds do
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
+
+
+def test_a_quiet_phase_is_only_told_when_it_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    phases = Phases(Terminal(), is_quiet=True, clock=clock)
+    phases.start("asking")
+    clock.now += 1.5
+    phases.beat()
+    assert capsys.readouterr().err == ""
+    clock.now += 0.5
+    phases.beat()
+    assert capsys.readouterr().err == "   2.0 s  ... asking (2 s)\n"
 
 
 def on_a_terminal(*arguments: str, **environment: str) -> str:
@@ -222,16 +233,13 @@ def test_words_that_are_no_text_are_named(world: World) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_validate_reads_a_pipe_once(world: World) -> None:
-    """`tandem validate <(...)`."""
-    pipe = world.folder / "pipe"
-    os.mkfifo(pipe)
-    content = Path(world.file()).read_bytes()
-    writer = threading.Thread(target=pipe.write_bytes, args=(content,), daemon=True)
-    writer.start()
-    done = world.run("validate", str(pipe))
-    writer.join()
-    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, f"{pipe}: valid")
+@pytest.mark.parametrize("command", ["validate", "deploy", "serve", "scale unified=2 --dashboard URL"])
+def test_a_pipe_is_no_deployment_file(world: World, command: str) -> None:
+    """Nobody may ever write into it."""
+    os.mkfifo(pipe := world.folder / "pipe")
+    done = world.run(*command.replace("URL", world.server.url).split(), str(pipe))
+    assert "it is no regular file" in done.stderr, done.stderr
+    assert world.launcher.calls == []
 
 
 @pytest.mark.parametrize(

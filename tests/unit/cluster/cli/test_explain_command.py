@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.unit.cluster.conftest import World
 
 FOUND: dict[str, Any] = {
@@ -70,6 +72,17 @@ def test_every_term_is_printed(world: World) -> None:
         ["unified-a", "prefill-p", "0", "288", "30.5", "10.0", "12.2", "8.2"],
         ["unified-b", "3", "80.0", "0.0", "80.0"],
     ]
+
+
+@pytest.mark.parametrize("change", [{"prompts": [{}]}, {"prompts": 5}, {"first_token": []}])
+def test_an_explanation_in_another_form_is_told(world: World, change: dict[str, Any]) -> None:
+    world.server.explained = {"0123": FOUND | change}
+    done = world.run("explain", "0123", "--url", world.server.url)
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert done.stderr == (
+        f"error: what {world.server.url} says of it is in no known form: is it another version? "
+        "--json prints it\n"
+    )
 
 
 def test_json_is_what_the_router_says(world: World) -> None:

@@ -79,7 +79,7 @@ def test_as_json_and_without_a_report(command: Command, tiny_model: Path, tmp_pa
 
 def test_refusals(command: Command, tiny_model: Path, tmp_path: Path) -> None:
     other = command.run(str(tiny_model), "--to", "int3", "--out", str(tmp_path / "out"))
-    assert (other.exit_code, other.stderr) == (1, "error: --to 'int3': it is one of int8, int4\n")
+    assert (other.exit_code, other.stderr) == (2, "error: --to 'int3': it is one of int8, int4\n")
     absent = command.run(str(tmp_path / "absent"), "--to", "int8", "--out", str(tmp_path / "out"))
     assert absent.exit_code == 2 and "does not exist" in absent.stderr
     assert command.orders == []

@@ -148,10 +148,13 @@ def test_each_pool_is_a_deployment_and_the_router_has_a_handle_of_every_one() ->
 
 
 def test_validate_shows_the_pools(world: World, tiny_model: Path) -> None:
-    for file, sizes in (("local-disaggregated.yaml", (1, 1)), ("local-disaggregated-tp.yaml", (1, 2))):
+    for file, sizes in (
+        ("local-disaggregated.yaml", ("1 rank", "1 rank")),
+        ("local-disaggregated-tp.yaml", ("1 rank", "2 ranks")),
+    ):
         done = world.run("validate", str(DEPLOY / file), "--set", f"model.path={tiny_model}")
         assert (done.exit_code, done.stderr) == (0, "")
         assert done.stdout.splitlines()[3:] == [
-            f"  pool         prefill: 1 group(s) of {sizes[0]} rank(s)",
-            f"  pool         decode: 1 group(s) of {sizes[1]} rank(s)",
+            f"  pool         prefill: 1 group of {sizes[0]}",
+            f"  pool         decode: 1 group of {sizes[1]}",
         ]

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from cluster.config.parse import EMBEDDED_MODEL
 from cluster.deployment.load import load_deployment
 from cluster.figures.machine import usable_cores
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU
+from cluster.plan.arithmetic import linear_flop
 from cluster.plan.calibration import find_calibration, keep_calibration
 from cluster.plan.devices import DEVICES
 from cluster.plan.memory import Shape
@@ -216,6 +218,22 @@ def test_float32_has_a_ceiling_of_its_own() -> None:
     assert find_speed(find_model("llama-2-7b"), "h100", Shape(), efficiency=1.0)[0].flop_per_s == 989.4e12
 
 
+def test_this_machine_has_one_too(world: World, tiny_model: Path) -> None:
+    """Of whatever dtype the model was that it was calibrated with."""
+    large, floats = find_model("llama-2-7b"), Shape(dtype="float32")
+    assert find_speed(large, "this", floats, efficiency=1.0)[1].roofs.flop_per_s == 200e9
+    known = calibration(str(find_model(str(tiny_model)).model_hash("none")))
+    file = keep_calibration(known)
+    refused = world.run("plan", "smollm2-135m", "--dtype", "float32")
+    assert refused.exit_code == 1
+    assert refused.stderr == f"error: {file}: the measured ceilings of float32 are missing: calibrate again\n"
+    keep_calibration({**known, "about": known["about"] | {"float32_flop_per_s": 4e11}})
+    for shape, flop_per_s in ((floats, 4e11), (Shape(), 1e12)):
+        device, speed = find_speed(large, "this", shape, efficiency=1.0)
+        assert (device.flop_per_s, speed.roofs.flop_per_s) == (flop_per_s, flop_per_s)
+        assert speed.cost.token_s == pytest.approx(linear_flop(large.spec, 1) / flop_per_s)
+
+
 def test_what_caps_the_pool_and_the_batch_is_said(world: World) -> None:
     arguments = ("plan", "smollm2-135m", "--device", "h100", "--max-running", "64", "--json")
     facts = json.loads(world.run(*arguments).stdout)
@@ -251,7 +269,7 @@ def test_files_need_to_know_the_folder(world: World, tmp_path: Path) -> None:
     done = world.run(
         *("plan", "llama-2-7b", "--device", "h100", *TARGETS, "--rate", "1", "-o", str(tmp_path / "a.yaml"))
     )
-    assert done.exit_code == 1 and "--model-path" in done.stderr
+    assert done.exit_code == 2 and "--model-path" in done.stderr
 
 
 def test_a_calibration_is_found_again_for_its_model_only(world: World, tiny_model: Path) -> None:
@@ -305,7 +323,7 @@ def test_a_gpu_that_was_measured_is_planned_as_one(world: World, tiny_model: Pat
     assert speed.cost == SMOLLM2_ON_SMALL_CPU
 
 
-def calibration(model_hash: str, *, gpu_memory_bytes: int = 0) -> dict[str, object]:
+def calibration(model_hash: str, *, gpu_memory_bytes: int = 0) -> dict[str, Any]:
     return {
         "cost": asdict(SMOLLM2_ON_SMALL_CPU),
         "about": {

@@ -83,6 +83,7 @@ def test_pools_are_compared_in_a_table(trace: str) -> None:
         (("--pools", "prefill=1,decode=1"), "a network between the groups is needed"),
         (("--pools", "decode=" + "9" * 5000), "it must be like prefill=2,decode=6"),
         (("--blocks", "10"), "a group has 10 (--blocks)"),
+        (("--groups", "100000", "--blocks", "4194304"), "of this machine's memory"),
         (("--pools", "unified=1", "--pools", "bogus=1"), "it must be like prefill=2,decode=6"),
         (("--pools", "unified=1", "--groups", "2"), "--groups and --pools are both given"),
         (("--length-divisor", "0.000001"), "at a length divisor of 1e-06, at most 16,777,216 are allowed"),
