@@ -127,11 +127,14 @@ class Member:
 
     def wait_for(self, what: str, timeout_s: float = PATIENCE_S, **stats: int) -> GroupStats:
         """Waits until the stats are these."""
-        wait_until(
-            lambda: all(getattr(self.stats, name) == value for name, value in stats.items()),
-            f"{what} of {self.name}: {stats}",
-            timeout_s,
-        )
+
+        def told() -> dict[str, int]:
+            return {name: getattr(self.stats, name) for name in stats}
+
+        try:
+            wait_until(lambda: told() == stats, f"{what} of {self.name}: {stats}", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it is {told()}") from None
         return self.stats
 
     async def _connect(self) -> Channel:

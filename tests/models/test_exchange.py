@@ -34,7 +34,7 @@ class Pair:
         answer = self.decode.answer(through(self.prefill, self.decode, prompt, sampling, salt=salt))
         assert_same(answer, alone)
         num_whole = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-        assert answer.num_cached == num_whole
+        assert answer.num_cached == num_whole, self.decode.stats  # why less was read, if it was
         self.num_fetched += num_whole - num_here
         self.rest(kv_fetched_tokens_total=self.num_fetched)
 
