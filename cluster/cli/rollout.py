@@ -18,7 +18,7 @@ from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.deployment.load import Deployment, check_model
 from cluster.deployment.pool_switch import tree_in_between
-from cluster.launch.errors import LaunchError
+from cluster.launch.errors import LaunchError, TakenAway
 from cluster.launch.news import Report
 from cluster.running.deployed import DeployedFile
 from cluster.running.serve_api import ServeApi, ServeApiError
@@ -83,6 +83,8 @@ class Rollout:
         if between is not None:
             try:
                 self._hand_over(between, api, services, phases, headers)
+            except TakenAway:
+                raise
             except LaunchError as error:
                 hint = (
                     "the old pool goes on answering; where there is no room for both, --no-wait ends it first"

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class LaunchError(RuntimeError):
     """The cluster or the application did not come up; the message says what to change."""
+
+
+class TakenAway(LaunchError):
+    """It was there, and another command has ended it."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 
-from cluster.launch.errors import LaunchError
+from cluster.launch.errors import LaunchError, TakenAway
 from cluster.launch.news import Report, unheard
 from cluster.running.plain import in_one_line, plain_message
 from cluster.running.serve_api import ServeApi, ServeApiError, ServeApiTimeout
@@ -79,12 +79,12 @@ def wait_ready(
             if status in _FAILED and message:
                 raise LaunchError(f"deployment failed: {plain_message(message)}")
             if now - listed > _GONE_S:
-                raise LaunchError(
+                raise TakenAway(
                     f"Serve runs no {application} any more: another command has taken it away, as "
                     "`tandem down` does; deploy again"
                 )
             if now - reached > _UNREACHABLE_S:
-                raise LaunchError(f"the cluster has been gone for {_UNREACHABLE_S:.0f} s: {message}")
+                raise TakenAway(f"the cluster has been gone for {_UNREACHABLE_S:.0f} s: {message}")
             if message and message != last:
                 last = message
                 report(message)

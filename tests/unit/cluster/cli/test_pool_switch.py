@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster.launch.errors import TakenAway
 from tests.unit.cluster.conftest import World
 
 BOTH = {"prefill": {}, "decode": {"tensor_parallel": 2}}
@@ -80,6 +81,17 @@ def test_new_pools_that_do_not_come_up_leave_the_old_one(world: World) -> None:
     assert "not ready in time; the old pool goes on answering" in done.stderr
     (config,) = world.launcher.configs
     assert set(config["applications"][0]["args"]["pools"]) == {"unified", "prefill", "decode"}
+
+
+def test_pools_that_are_taken_away_meanwhile_are_not_said_to_stay(world: World) -> None:
+    def take_away() -> None:
+        raise TakenAway("another command has taken it away")
+
+    runs(world, {"unified": {}}, {"name": "unified", **SURGE}, unified=1)
+    world.launcher.on_ready = take_away
+    done = world.run("deploy", world.file(applications=[application(BOTH)]), "--dashboard", world.server.url)
+    assert done.exit_code == 1
+    assert done.stderr.endswith("\nerror: another command has taken it away\n")
 
 
 def test_of_pools_that_go_the_one_that_answers_stays(world: World) -> None:
