@@ -17,7 +17,7 @@ from cluster.plan.devices import Roofs
 
 _HASH_DIGITS = 16
 # Ceilings of the machine that the shipped figures are from: products in bfloat16, and in float32.
-_SHIPPED_READ, _SHIPPED_FLOP, _SHIPPED_FLOAT32_FLOP = 34e9, 424e9, 200e9
+_SHIPPED_READ, _SHIPPED_FLOP, _SHIPPED_FLOAT32_FLOP = 34e9, 424e9, 210e9  # the last: twice one thread
 SHIPPED_PARAMETERS = 134_515_008  # of the model that the shipped figures are of
 SHIPPED = "shipped figures of SmolLM2-135M on two cores of an AMD EPYC (Zen 4): not measured here"
 
