@@ -43,11 +43,12 @@ def group_config(
     step_timeout_s: float = 20.0,
     dtype: str = "float32",
     kv_dtype: str = "auto",
+    quantization: str = "auto",
     speculative: SpeculativeConfig | None = None,
     **cache: int,
 ) -> GroupConfig:
     return GroupConfig(
-        model=ModelConfig(path=str(folder), dtype=dtype),
+        model=ModelConfig(path=str(folder), dtype=dtype, quantization=quantization),
         speculative=speculative or SpeculativeConfig(),
         cache=CacheConfig(block_size=BLOCK_SIZE, dtype=kv_dtype, **({"num_blocks": 160} | cache)),
         parallel=ParallelConfig(

@@ -1,7 +1,7 @@
 """The embedded model with keys and values of 8 bits, with weights of 8 bits, and with both.
 
-On English texts and one of code, scored as `echo` does: what it costs, and that it is the same on three
-ranks, from the prefix cache, and after the prompt was handed over.
+On English texts and one of code, scored as `echo` does: what it costs, and that it is the same to the bit on
+two and three ranks, from the prefix cache, and after the prompt was handed over.
 """
 
 from __future__ import annotations
@@ -89,18 +89,25 @@ def test_what_8_bits_cost(embedded_folder: Path, prompts: list[list[int]]) -> No
     assert bytes_per_block["bfloat16"] > 1.9 * bytes_per_block["keys"]
 
 
-def test_three_ranks_are_as_good_as_one(embedded_folder: Path, prompts: list[list[int]]) -> None:
-    found = []
-    for size in (1, 3):
-        with LocalGroup(config_of(embedded_folder, "bfloat16", "int8", "none", size)) as group:
-            found.append(loss(group, prompts))
-    assert found[1] == pytest.approx(found[0], abs=0.01)
-
-
-def test_cached_and_handed_over_prompts_go_on_as_cold_ones(
-    loop: Loop, embedded_folder: Path, prompts: list[list[int]]
+@pytest.mark.parametrize(
+    ("kv_dtype", "quantization", "size"),
+    [("int8", "none", 3), ("auto", "int8", 3), ("int8", "int8", 2), ("int8", "int4", 3)],
+)
+def test_several_ranks_say_what_one_says(
+    embedded_folder: Path, prompts: list[list[int]], kv_dtype: str, quantization: str, size: int
 ) -> None:
-    config = config_of(embedded_folder, "bfloat16", "int8", "none")
+    found = []
+    for ranks in (1, size):
+        with LocalGroup(config_of(embedded_folder, "bfloat16", kv_dtype, quantization, ranks)) as group:
+            found.append(loss(group, prompts))
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize(("kv_dtype", "quantization"), [("int8", "none"), ("int8", "int8"), ("auto", "int4")])
+def test_cached_and_handed_over_prompts_go_on_as_cold_ones(
+    loop: Loop, embedded_folder: Path, prompts: list[list[int]], kv_dtype: str, quantization: str
+) -> None:
+    config = config_of(embedded_folder, "bfloat16", kv_dtype, quantization)
     sampling = replace(GREEDY, max_tokens=100)
     beginnings = [prompt[:length] for prompt in prompts for length in (24, 49, 80)][:10]
     with LocalGroup(config) as group:

@@ -27,6 +27,7 @@ from workers.quantizing.folder import quantize_folder
 from workers.quantizing.quality import PASSAGE
 
 FORMS = [Quantization.INT8, Quantization.INT4]
+DTYPES = ["float32", "bfloat16"]
 TEXT = checkpoints.prompt_ids(40)
 CPU = torch.device("cpu")
 Folders = Callable[[str], Path]
@@ -87,10 +88,11 @@ def test_two_ranks_say_what_one_says(family_folder: Folders, tmp_path: Path) -> 
     works = []
     for form in FORMS:
         out = quantized(family_folder("llama"), form, tmp_path / form.value)
-        works.append(Work(folder=str(out), texts=[TEXT], quantization="auto"))
+        works += [Work(folder=str(out), texts=[TEXT], quantization="auto", dtype=dtype) for dtype in DTYPES]
     for work, found in zip(works, run_ranks(tmp_path, 2, works), strict=True):
-        wanted = logits_of(paged_model(Path(work.folder)), TEXT)
-        torch.testing.assert_close(found.logits[0], wanted, atol=1e-4, rtol=0)
+        dtype = getattr(torch, work.dtype)
+        model = paged_model(Path(work.folder), dtype=dtype, quantization=Quantization.AUTO)
+        assert torch.equal(found.logits[0], logits_of(model, TEXT)), work
 
 
 def test_shards_stay_shards_and_small_files_come_along(family_folder: Folders, tmp_path: Path) -> None:

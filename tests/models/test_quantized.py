@@ -20,51 +20,35 @@ from workers.kernels import Quantization
 from workers.kernels.quantized import quantize
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
-from workers.model.shares import share
 from workers.runtime.errors import RankConfigError
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank_model import RankModel
 
 EVERY_FAMILY = [entry.name for entry in CORE]
 WITH_EXPERTS = [*EVERY_FAMILY, "mixtral", "qwen3_moe"]  # whose choices bfloat16 may change
+IN_BFLOAT16 = ["llama", "llama_biased", "qwen3", "gpt2"]
 FORMS = [Quantization.INT8, Quantization.INT4]
+PROMPTS, NUM_TOKENS = checkpoints.graded_prompts()[:3], 12
 TEXT = checkpoints.prompt_ids(50)
 Folders = Callable[[str], Path]
 
-# Matrices whose inputs are split over the ranks, each rank quantizing its own part.
-ROW_PARALLEL = ("o_proj", "down_proj", "attn.c_proj", "mlp.c_proj")
-
 
 @torch.no_grad()
-def quantized_oracle(folder: Path, form: Quantization, dtype: torch.dtype, ranks: int = 1) -> Oracle:
+def quantized_oracle(folder: Path, form: Quantization, dtype: torch.dtype) -> Oracle:
     """transformers in float32 with the values that our linear layers compute with."""
-    oracle, spec = Oracle(folder), Checkpoint(folder).spec
+    oracle = Oracle(folder)
     model = oracle.model
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone())  # no longer the embedding's, where it was tied
-    for name, module in model.named_modules():
+    for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith("Experts"):  # whole ones on every rank
+        if kind.endswith("Experts"):
             for expert in (*module.gate_up_proj, *module.down_proj):
                 expert.copy_(quantize(expert.to(dtype), form).values())
         if kind not in ("Linear", "Conv1D"):
             continue
         weight = module.weight.T if kind == "Conv1D" else module.weight  # (out, in)
-        parts = [weight]
-        if name.endswith(ROW_PARALLEL):
-            is_attention = "attn" in name
-            spans = [
-                spec.q_heads_of_rank(rank, ranks) if is_attention else spec.intermediate_of_rank(rank, ranks)
-                for rank in range(ranks)
-            ]
-            sizes = [len(span) * (spec.head_dim if is_attention else 1) for span in spans]
-            parts = list(weight.split(sizes, dim=1))
-        elif module is head:
-            parts = list(weight.split([len(share(spec.vocab_size, rank, ranks)) for rank in range(ranks)]))
-        own_form = form.of_head if module is head else form
-        values = torch.cat(
-            [quantize(part.to(dtype), own_form).values() for part in parts], dim=0 if module is head else 1
-        )
+        values = quantize(weight.to(dtype), form.of_head if module is head else form).values()
         module.weight.copy_(values.T if kind == "Conv1D" else values)
     return oracle
 
@@ -99,10 +83,18 @@ def two_ranks(
 ) -> dict[tuple[str, Quantization, str], Found]:
     keys = [
         *((name, form, "float32") for name in WITH_EXPERTS for form in FORMS),
-        *(("llama", form, "bfloat16") for form in FORMS),
+        *((name, form, "bfloat16") for name in IN_BFLOAT16 for form in FORMS),
     ]
     works = [
-        Work(folder=str(family_folder(name)), texts=[TEXT], chunk=16, dtype=dtype, quantization=form.value)
+        Work(
+            folder=str(family_folder(name)),
+            texts=[TEXT],
+            prompts=PROMPTS if dtype == "bfloat16" else [],
+            num_tokens=NUM_TOKENS,
+            chunk=16,
+            dtype=dtype,
+            quantization=form.value,
+        )
         for name, form, dtype in keys
     ]
     return dict(zip(keys, run_ranks(tmp_path_factory.mktemp("two"), 2, works), strict=True))
@@ -110,24 +102,29 @@ def two_ranks(
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_two_ranks_equal_transformers_with_the_values_of_their_parts(
+def test_two_ranks_equal_transformers_with_the_same_values(
     name: str,
     form: Quantization,
     family_folder: Folders,
     two_ranks: dict[tuple[str, Quantization, str], Found],
 ) -> None:
-    wanted = quantized_oracle(family_folder(name), form, torch.float32, ranks=2).logits(TEXT)
+    wanted = quantized_oracle(family_folder(name), form, torch.float32).logits(TEXT)
     found = two_ranks[name, form, "float32"].logits[0]
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_two_ranks_in_bfloat16(
-    form: Quantization, family_folder: Folders, two_ranks: dict[tuple[str, Quantization, str], Found]
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_two_ranks_have_the_bits_of_one(
+    name: str,
+    form: Quantization,
+    family_folder: Folders,
+    two_ranks: dict[tuple[str, Quantization, str], Found],
 ) -> None:
-    wanted = quantized_oracle(family_folder("llama"), form, torch.bfloat16, ranks=2).logits(TEXT)
-    error = (two_ranks["llama", form, "bfloat16"].logits[0] - wanted).abs()
-    assert float(error.mean()) < 0.03 and float(error.max()) < 0.25
+    model = paged_model(family_folder(name), dtype=torch.bfloat16, quantization=form)
+    found = two_ranks[name, form, "bfloat16"]
+    assert torch.equal(found.logits[0], logits_of(model, TEXT))
+    assert found.ids == model.greedy(PROMPTS, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

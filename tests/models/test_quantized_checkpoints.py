@@ -52,7 +52,14 @@ def two_ranks(made: Maker, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         for name in NAMES
     ]
     works += [
-        Work(folder=str(made("llama", name).folder), texts=[TEXT], dtype="bfloat16", quantization="auto")
+        Work(
+            folder=str(made("llama", name).folder),
+            texts=[TEXT],
+            prompts=PROMPTS,
+            num_tokens=NUM_TOKENS,
+            dtype="bfloat16",
+            quantization="auto",
+        )
         for name in KEPT
     ]
     names = [*NAMES, *(f"{name} kept" for name in KEPT)]
@@ -120,24 +127,34 @@ def test_codes_of_4_bits_stay_as_they_are(name: str, made: Maker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "matrix", "inputs"),
+    "name",
     [
-        ("gptq_order", GATE, None),  # neighbours of different groups
-        ("awq_16", GATE, None),  # groups smaller than ours
-        ("gptq", DOWN, range(48, 96)),  # a rank's part that begins inside a group
-        ("gptq_8", GATE, None),
-        ("fp8", GATE, None),
+        "gptq_order",  # neighbours of different groups
+        "awq_16",  # groups smaller than ours
+        "gptq_8",
+        "fp8",
     ],
 )
-def test_what_4_bits_do_not_hold_is_kept_as_values(
-    name: str, matrix: str, inputs: range | None, made: Maker
-) -> None:
+def test_what_4_bits_do_not_hold_is_kept_as_values(name: str, made: Maker) -> None:
+    """On every rank, also on one whose own inputs would be held."""
     checkpoint = made("llama", name)
-    wanted = load_file(checkpoint.plain / SINGLE_FILE)[matrix]
-    with WeightReader(Checkpoint(checkpoint.folder), torch.float32, CPU) as reader:
-        assert reader.kept(matrix, inputs=inputs) is None
-        found = reader.matrix(matrix, inputs=inputs)
-    torch.testing.assert_close(found, wanted if inputs is None else wanted[:, inputs.start :], rtol=0, atol=0)
+    for matrix, inputs in ((GATE, None), (DOWN, range(16))):
+        wanted = load_file(checkpoint.plain / SINGLE_FILE)[matrix]
+        with WeightReader(Checkpoint(checkpoint.folder), torch.float32, CPU) as reader:
+            assert reader.kept(matrix, inputs=inputs) is None
+            found = reader.matrix(matrix, inputs=inputs)
+        assert torch.equal(found, wanted if inputs is None else wanted[:, :16])
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_asymmetric", "awq"])
+@pytest.mark.parametrize("inputs", [range(48), range(48, 96), range(40, 41)], ids=str)
+def test_a_part_has_the_codes_of_the_whole(name: str, inputs: range, made: Maker) -> None:
+    """Also one that begins or ends inside a group."""
+    with WeightReader(Checkpoint(made("llama", name).folder), torch.bfloat16, CPU) as reader:
+        whole, part = reader.kept(DOWN), reader.kept(DOWN, inputs=inputs)
+    assert whole is not None and part is not None
+    assert torch.equal(part.codes, whole.codes[:, inputs.start : inputs.stop])
+    assert torch.equal(part.values(), whole.values()[:, inputs.start : inputs.stop])
 
 
 @pytest.mark.parametrize("setting", ["auto", "int4", "int8", "none"])
@@ -151,9 +168,12 @@ def test_what_a_setting_does_in_bfloat16(setting: str, made: Maker) -> None:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_two_ranks_compute_with_the_codes(name: str, made: Maker, two_ranks: dict[str, Found]) -> None:
-    """Their parts of the outputs of a matrix, and of its inputs where those begin with a group."""
-    wanted = Oracle(made("llama", name).plain).logits(TEXT)
-    error = (two_ranks[f"{name} kept"].logits[0] - wanted).abs()
+    """The second rank begins inside a group of 32 inputs."""
+    checkpoint, found = made("llama", name), two_ranks[f"{name} kept"]
+    model = paged_model(checkpoint.folder, dtype=torch.bfloat16, quantization=Quantization.AUTO)
+    assert torch.equal(found.logits[0], logits_of(model, TEXT))
+    assert found.ids == model.greedy(PROMPTS, NUM_TOKENS)
+    error = (found.logits[0] - Oracle(checkpoint.plain).logits(TEXT)).abs()
     assert float(error.mean()) < 0.04 and float(error.max()) < 0.3
 
 

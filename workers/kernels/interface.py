@@ -192,8 +192,7 @@ class Kernels(Protocol):
         out_dtype: of the result; None: the dtype of the weight. float32 saves the head a conversion.
         quantization: the result is a product with `quantize(weight, quantization).values()`; kernels may
         round the inputs to 8 bits as well, every row for itself. Raises ValueError where the weight does
-        not fit that form. order: of the inputs, with one node; None, as for quantized weights, or where the
-        products are torch's: any.
+        not fit that form. order: of the inputs, with one node; None, or where the products are torch's: any.
         """
         ...
 
@@ -203,6 +202,7 @@ class Kernels(Protocol):
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         """As `pack_linear` for a weight that is quantized already: its codes stay as they are.
 
@@ -210,8 +210,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
-        """As `pack_linear` for the inputs that one rank holds of a row-parallel matrix."""
+    def pack_part(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, order: SumOrder
+    ) -> PartLinear:
+        """As `pack_linear` or `pack_quantized` for the inputs that one rank holds of a row-parallel matrix.
+
+        dtype: of the inputs.
+        """
         ...
 
     def fuse(self, model: StepModel) -> FusedStep | None:

@@ -194,16 +194,22 @@ class CpuKernels:
         order: SumOrder | None = None,
     ) -> PackedLinear:
         if quantization is not Quantization.NONE:
-            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
+            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype, order)
         out_dtype = out_dtype or weight.dtype
         if out_dtype in DTYPES and can_pack(self._library, weight.shape, weight.dtype, order):
             return pack(self._library, self._memory, weight, bias, out_dtype, order)
         return self._torch.pack_linear(weight, bias, out_dtype, order=order)
 
-    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
+    def pack_part(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, order: SumOrder
+    ) -> PartLinear:
+        if isinstance(weight, QuantizedWeight):
+            if can_pack_quantized(self._library, weight.codes.shape, dtype):
+                return pack_quantized(self._library, self._memory, weight, None, torch.float32, order)
+            weight = weight.values().to(dtype)
         if can_pack(self._library, weight.shape, weight.dtype, order):
             return pack(self._library, self._memory, weight, None, torch.float32, order)
-        return self._torch.pack_part(weight, order)
+        return self._torch.pack_part(weight, dtype, order)
 
     def pack_quantized(
         self,
@@ -211,11 +217,12 @@ class CpuKernels:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         out_dtype = out_dtype or dtype
         if out_dtype in DTYPES and can_pack_quantized(self._library, weight.codes.shape, dtype):
-            return pack_quantized(self._library, self._memory, weight, bias, out_dtype)
-        return self.pack_linear(weight.values().to(dtype), bias, out_dtype)
+            return pack_quantized(self._library, self._memory, weight, bias, out_dtype, order)
+        return self.pack_linear(weight.values().to(dtype), bias, out_dtype, order=order)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return NativeStep(self._library, model) if can_fuse(self._library, model, self._dtype) else None

@@ -16,6 +16,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_long
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import gcd
 
 
@@ -33,6 +34,12 @@ class SumOrder:
     @property
     def num_inputs(self) -> int:
         return sum(self.widths)
+
+    @property
+    def spans(self) -> list[range]:
+        """The inputs of each leaf, counted from the first one here."""
+        ends = [0, *accumulate(self.widths)]
+        return [range(start, end) for start, end in pairwise(ends)]
 
     @property
     def num_nodes(self) -> int:

@@ -38,6 +38,8 @@ class PackedWeights(ctypes.Structure):
         ("k", c_long),
         ("leaves", ctypes.POINTER(Leaf)),
         ("num_leaves", c_long),
+        ("widths", ctypes.POINTER(c_long)),
+        ("groups", c_long),
     ]
 
 
@@ -54,6 +56,7 @@ class NativeLinear:
     out_dtype: torch.dtype
     leaves: ctypes.Array[Leaf]  # of the inputs
     num_nodes: int = 1
+    widths: ctypes.Array[c_long] | None = None  # of quantized weights: the inputs of each group
 
     @property
     def in_dtype(self) -> torch.dtype:
@@ -69,6 +72,8 @@ class NativeLinear:
             k=self.in_features,
             leaves=self.leaves,
             num_leaves=len(self.leaves),
+            widths=self.widths,
+            groups=0 if self.widths is None else len(self.widths),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,27 +1,31 @@
 """Packing of quantized weights for vpdpbusd.
 
-Rows enter the products of such a layer as 8-bit integers with a scale for every group of 32 inputs (as
-cpu/quant_rows.h says), for every batch size. A layer that holds a part of the inputs of a matrix counts its
-groups from its own first one.
+Rows enter the products of such a layer as 8-bit integers with a scale for every group of at most 32 inputs
+(as cpu/quant_rows.h says), for every batch size. A group ends where a leaf of the order does and where the
+inputs do that share a scale of the weights: so it is the same one on every rank that may have it. All are
+filled up to 32 inputs with zeros, which costs nothing where the leaves are multiples of 32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from ctypes import c_long
+
 import torch
+import torch.nn.functional as F
 
 from workers.kernels.library import Library
 from workers.kernels.memory import HugeMemory
-from workers.kernels.order import native_leaves, one_leaf
+from workers.kernels.order import SumOrder, native_leaves, one_leaf
 from workers.kernels.packed import NativeLinear, WeightFormat, can_pack
-from workers.kernels.quantized import Quantization, QuantizedWeight
+from workers.kernels.quantized import GROUP, Quantization, QuantizedWeight
 
 FORMATS = {Quantization.INT8: WeightFormat.INT8, Quantization.INT4: WeightFormat.INT4}
 
 
 def can_pack_quantized(library: Library, shape: torch.Size, dtype: torch.dtype) -> bool:
     """Whether this CPU and a weight (out, in) for inputs of `dtype` suit the packed forms."""
-    is_in_pairs = dtype == torch.bfloat16 and shape[1] % 2 == 0
-    return library.has_quantized and is_in_pairs and can_pack(library, shape, dtype)
+    return library.has_quantized and dtype == torch.bfloat16 and can_pack(library, shape, dtype)
 
 
 def pack_quantized(
@@ -30,25 +34,59 @@ def pack_quantized(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    order: SumOrder | None = None,
 ) -> NativeLinear:
-    """Lays the codes out in `memory`; out_dtype bfloat16 or float32. They are not kept."""
+    """Lays the codes out in `memory`; out_dtype bfloat16 or float32. They are not kept.
+
+    order: of its inputs; None: one leaf.
+    """
     out_features, in_features = weight.codes.shape
+    order = order or one_leaf(in_features)
+    assert order.num_inputs == in_features, (order, weight.codes.shape)
     form = FORMATS[weight.quantization]
-    packed = memory.take(library.quantized_bytes(form, out_features, in_features))
-    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-    minima = None if weight.minima is None else weight.minima.contiguous()
+    leaves = [list(_groups(leaf, weight)) for leaf in order.spans]
+    groups = [group for leaf in leaves for group in leaf]
+    packed = memory.take(library.quantized_bytes(form, out_features, len(groups)))
+    codes, scales, minima = _filled(weight.codes, groups), weight.scales, weight.minima
+    if minima is not None:
+        shared = torch.tensor([(weight.offset + group.start) // GROUP for group in groups])
+        scales, minima = scales[:, shared].contiguous(), minima[:, shared].contiguous()
+    scales = scales.contiguous()
     library.pack_quantized(
         *(form, codes.data_ptr(), scales.data_ptr(), None if minima is None else minima.data_ptr()),
-        *(out_features, in_features, packed.data_ptr(), torch.get_num_threads()),
+        *(out_features, len(groups), packed.data_ptr(), torch.get_num_threads()),
     )
-    wide_bias = None if bias is None else bias.float().contiguous()
+    filled = SumOrder(tuple(len(leaf) * GROUP for leaf in leaves), order.joins, GROUP)
     return NativeLinear(
         library=library,
         format=form,
         packed=packed,
-        bias=wide_bias,
+        bias=None if bias is None else bias.float().contiguous(),
         in_features=in_features,
         out_features=out_features,
         out_dtype=out_dtype,
-        leaves=native_leaves(one_leaf(in_features)),
+        leaves=native_leaves(filled),
+        num_nodes=order.num_nodes,
+        widths=(c_long * len(groups))(*map(len, groups)),
     )
+
+
+def _groups(leaf: range, weight: QuantizedWeight) -> Iterator[range]:
+    """The inputs of each group of a leaf."""
+    at = leaf.start
+    while at < leaf.stop:
+        before = 0 if weight.minima is None else (weight.offset + at) % GROUP
+        end = min(at + GROUP - before, leaf.stop)
+        yield range(at, end)
+        at = end
+
+
+def _filled(codes: torch.Tensor, groups: list[range]) -> torch.Tensor:
+    """codes (out, in) -> (out, groups * 32), zeros behind the inputs of each group."""
+    in_features = codes.shape[1]
+    if all(len(group) == GROUP for group in groups[:-1]):
+        return F.pad(codes, (0, -in_features % GROUP)).contiguous()
+    places = [
+        i if i in group else in_features for group in groups for i in range(group.start, group.start + GROUP)
+    ]
+    return F.pad(codes, (0, 1))[:, torch.tensor(places)]

@@ -12,7 +12,7 @@ Rounding is to nearest, half to even. Every kernel set computes with these same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -38,11 +38,12 @@ class Quantization(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """A matrix (out, in) in one of the two forms."""
+    """A matrix (out, in) in one of the two forms, or some inputs of one with the codes of the whole."""
 
     codes: torch.Tensor  # (out, in): int8 for INT8, uint8 for INT4
     scales: torch.Tensor  # (out,) float32, or (out, groups of in) float16
     minima: torch.Tensor | None  # (out, groups of in) float16, of INT4 only
+    offset: int = 0  # inputs of the first group that the part lacks, of INT4 only
 
     @property
     def quantization(self) -> Quantization:
@@ -51,48 +52,71 @@ class QuantizedWeight:
     def to(self, device: torch.device) -> QuantizedWeight:
         """The same there."""
         minima = None if self.minima is None else self.minima.to(device)
-        return QuantizedWeight(codes=self.codes.to(device), scales=self.scales.to(device), minima=minima)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), minima=minima)
+
+    def part(self, inputs: range) -> QuantizedWeight:
+        """Some of the inputs of a whole matrix."""
+        assert self.offset == 0, "a part of a part"
+        codes = self.codes[:, inputs.start : inputs.stop]
+        if self.minima is None:
+            return replace(self, codes=codes)
+        groups = slice(inputs.start // GROUP, -(-inputs.stop // GROUP))
+        return QuantizedWeight(
+            codes=codes,
+            scales=self.scales[:, groups],
+            minima=self.minima[:, groups],
+            offset=inputs.start % GROUP,
+        )
 
     def values(self) -> torch.Tensor:
         """The weights that the codes stand for: (out, in) float32."""
         if self.minima is None:
             return self.codes.float() * self.scales[:, None]
         out_features, in_features = self.codes.shape
-        groups = F.pad(self.codes, (0, -in_features % GROUP)).view(out_features, -1, GROUP)
+        end = self.offset + in_features
+        groups = F.pad(self.codes, (self.offset, -end % GROUP)).view(out_features, -1, GROUP)
         values = groups * self.scales.float()[..., None] + self.minima.float()[..., None]
-        return values.flatten(1)[:, :in_features]
+        return values.flatten(1)[:, self.offset : end]
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Matrices of one form with equal inputs, one below the other."""
     minima = [part.minima for part in parts if part.minima is not None]
     assert len(minima) in (0, len(parts)), "parts of different forms"
+    assert len({part.offset for part in parts}) == 1, "parts of different inputs"
     return QuantizedWeight(
         codes=torch.cat([part.codes for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         minima=torch.cat(minima) if minima else None,
+        offset=parts[0].offset,
     )
 
 
-def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Quantizes weight (out, in), any float dtype, all finite. On its own device.
+def quantize(
+    weight: torch.Tensor, quantization: Quantization, inputs: range | None = None
+) -> QuantizedWeight:
+    """Quantizes weight (out, in), any float dtype, all finite, on its own device; or the part `inputs` of it,
+    with the codes of the whole.
 
     Raises ValueError where INT4 cannot hold it: a weight beyond the range of half precision.
     """
     assert quantization in _QUANTIZERS, f"nothing to quantize to: {quantization}"
     rows = max(1, _CHUNK // max(1, weight.shape[1]))
-    return stack([_QUANTIZERS[quantization](part.float()) for part in torch.split(weight, rows)])
+    inputs = range(weight.shape[1]) if inputs is None else inputs
+    return stack([_QUANTIZERS[quantization](part.float(), inputs) for part in torch.split(weight, rows)])
 
 
-def _int8(weight: torch.Tensor) -> QuantizedWeight:
+def _int8(weight: torch.Tensor, inputs: range) -> QuantizedWeight:
     largest = weight.abs().amax(dim=1, keepdim=True)
     # A row of zeros gets a scale too, so that nothing is divided by zero.
     scales = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
-    codes = (weight / scales).round_().clamp_(-127, 127).to(torch.int8)
+    codes = (weight[:, inputs.start : inputs.stop] / scales).round_().clamp_(-127, 127).to(torch.int8)
     return QuantizedWeight(codes=codes, scales=scales[:, 0], minima=None)
 
 
-def _int4(weight: torch.Tensor) -> QuantizedWeight:
+def _int4(weight: torch.Tensor, inputs: range) -> QuantizedWeight:
+    first = inputs.start // GROUP * GROUP
+    weight = weight[:, first : -(-inputs.stop // GROUP) * GROUP]  # whole groups, as far as there are inputs
     out_features, in_features = weight.shape
     padding = -in_features % GROUP
     if padding:  # by the last weight: it widens no group
@@ -109,7 +133,10 @@ def _int4(weight: torch.Tensor) -> QuantizedWeight:
     steps = torch.where(scales == 0, 1.0, scales.float())
     codes = ((groups - minima.float()) / steps).round_().clamp_(0, 15).to(torch.int8).view(torch.uint8)
     return QuantizedWeight(
-        codes=codes.flatten(1)[:, :in_features], scales=scales[..., 0], minima=minima[..., 0]
+        codes=codes.flatten(1)[:, inputs.start - first : inputs.stop - first],
+        scales=scales[..., 0],
+        minima=minima[..., 0],
+        offset=inputs.start - first,
     )
 
 

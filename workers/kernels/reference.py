@@ -156,7 +156,7 @@ class TorchKernels:
         order: SumOrder | None = None,
     ) -> PackedLinear:
         if quantization is not Quantization.NONE:
-            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
+            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype, order)
         return TorchLinear(weight, bias, out_dtype or weight.dtype)
 
     def pack_quantized(
@@ -165,11 +165,14 @@ class TorchKernels:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         return TorchLinear(weight.values().to(dtype), bias, out_dtype or dtype)
 
-    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
-        return TorchPart(weight, order)
+    def pack_part(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, order: SumOrder
+    ) -> PartLinear:
+        return TorchPart(weight if isinstance(weight, torch.Tensor) else weight.values().to(dtype), order)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from workers.kernels import Kernels, PackedLinear, Quantization, QuantizedWeight, SumOrder, TorchKernels
-from workers.kernels.quantized import stack
+from workers.kernels.quantized import quantize, stack
 from workers.model.architecture import ExpertsSpec, LayerOrder, NormKind, NormPlaces, QkNorm
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
@@ -90,8 +90,7 @@ class _Loader:
     def load(self, device: torch.device) -> DecoderWeights:
         spec, checkpoint, names = self._spec, self._checkpoint, self._spec.weights
         size = self._parallel.size
-        # A GPU's products and collectives take orders of their own; quantized inputs have the rank's scales.
-        if device.type == "cpu" and not self._may_be_quantized():
+        if device.type == "cpu":  # a GPU's products and collectives take orders of their own
             self._orders = orders_of_rank(spec, self._parallel.rank, size)
         positions = None
         if spec.learned_positions:
@@ -116,12 +115,6 @@ class _Loader:
             head=VocabParallelHead(packed_head, tuple(widths), self._parallel),
             head_ids=head_ids,
         )
-
-    def _may_be_quantized(self) -> bool:
-        """Whether some matrices may be, of this rank or another."""
-        if self._quantization is Quantization.AUTO:
-            return self._checkpoint.kept is not None and self._dtype is not torch.float32
-        return self._quantization is not Quantization.NONE
 
     def _layer(self, index: int) -> Layer:
         spec, names = self._spec, self._spec.weights
@@ -235,14 +228,24 @@ class _Loader:
 
     def _row_parallel(self, name: str, inputs: range, has_bias: bool, order: RankOrder | None) -> RowParallel:
         """Some inputs of a matrix, added up in `order`, or as kernels and collectives like."""
-        matrix, rank = self._joined([(name, ())], inputs), self._parallel.rank
+        matrix, rank = self._some_inputs(name, inputs), self._parallel.rank
         bias = self._vector(f"{name}.bias") if has_bias else None
         if order is not None and self._parallel.size > 1:
-            assert isinstance(matrix, torch.Tensor), "orders are for weights that are not quantized"
-            return OrderedLinear(self._kernels.pack_part(matrix, order.part), order.nodes, bias, self._dtype)
+            part = self._kernels.pack_part(matrix, self._dtype, order.part)
+            return OrderedLinear(part, order.nodes, bias, self._dtype)
         # Rank 0 brings the bias, so that the sum over ranks has it once.
-        part = None if order is None else order.part
-        return self._pack(name, matrix, bias if rank == 0 else None, self._quantization, order=part)
+        whole = None if order is None else order.part
+        return self._pack(name, matrix, bias if rank == 0 else None, self._quantization, order=whole)
+
+    def _some_inputs(self, name: str, inputs: range) -> torch.Tensor | QuantizedWeight:
+        """A part of a matrix. What is quantized here has scales of the whole matrix, so the same codes for
+        every number of ranks; the whole is read for it."""
+        if self._quantization in (Quantization.NONE, Quantization.AUTO):
+            return self._joined([(name, ())], inputs)
+        whole = self._joined([(name, ())])
+        if isinstance(whole, QuantizedWeight):
+            return whole.part(inputs)
+        return self._quantized(name, whole, self._quantization, inputs)
 
     def _head(self) -> torch.Tensor | QuantizedWeight:
         name, rows = self._checkpoint.head_name, self._spans.vocab
@@ -262,12 +265,18 @@ class _Loader:
         out_dtype: torch.dtype | None = None,
         order: SumOrder | None = None,
     ) -> PackedLinear:
-        """The layer of one weight. Quantized, its groups of inputs start where this rank's inputs start."""
-        if isinstance(weight, QuantizedWeight):
-            return self._kernels.pack_quantized(weight, bias, self._dtype, out_dtype)
-        form = Quantization.NONE if quantization is Quantization.AUTO else quantization
+        """The layer of one weight."""
+        if isinstance(weight, torch.Tensor):
+            if quantization in (Quantization.NONE, Quantization.AUTO):
+                return self._kernels.pack_linear(weight, bias, out_dtype, order=order)
+            weight = self._quantized(name, weight, quantization)
+        return self._kernels.pack_quantized(weight, bias, self._dtype, out_dtype, order)
+
+    def _quantized(
+        self, name: str, weight: torch.Tensor, form: Quantization, inputs: range | None = None
+    ) -> QuantizedWeight:
         try:
-            return self._kernels.pack_linear(weight, bias, out_dtype, form, order)
+            return quantize(weight, form, inputs)
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {name}: {error}") from error
 

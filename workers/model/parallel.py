@@ -4,9 +4,9 @@ The scheme is Megatron's (Shoeybi et al. 2019): a column-parallel linear (output
 (inputs split) and one all-reduce, twice a layer, or once where attention and MLP run side by side; embedding
 and head are split along the vocabulary.
 
-On a CPU, with weights that are not quantized, the sums are made in an order that does not depend on the
-number of ranks, so that groups of up to eight give the same bits; but for norms over the heads of all ranks
-(`workers.model.norms.WidthNorms`), whose squares are added up as the ranks have them.
+On a CPU the sums are made in an order that does not depend on the number of ranks, so that groups of up to
+eight give the same bits; but for norms over the heads of all ranks (`workers.model.norms.WidthNorms`), whose
+squares are added up as the ranks have them.
 """
 
 from __future__ import annotations

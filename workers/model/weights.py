@@ -141,7 +141,9 @@ class WeightReader:
         all_outputs, all_inputs = map(range, checkpoint.matrix_shape(name))
         spans = [
             Span(
-                outputs=all_outputs if span is None else span, inputs=all_inputs if inputs is None else inputs
+                outputs=all_outputs if span is None else span,
+                inputs=all_inputs if inputs is None else inputs,
+                num_inputs=len(all_inputs),
             )
             for span in outputs
         ]

@@ -11,6 +11,7 @@ from workers.kernels import (
     PackedLinear,
     PartLinear,
     Quantization,
+    QuantizedWeight,
     StepBatch,
     StepModel,
     SumOrder,
@@ -18,6 +19,7 @@ from workers.kernels import (
     load_library,
 )
 from workers.kernels.native import CpuKernels
+from workers.kernels.quantized import quantize
 
 
 class _WholePart:
@@ -52,8 +54,32 @@ class RankByRank(_SingleOperators):
     ) -> PackedLinear:
         return super().pack_linear(weight, bias, out_dtype, quantization)
 
-    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
-        return _WholePart(super().pack_linear(weight), order.num_nodes)
+    def pack_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+        order: SumOrder | None = None,
+    ) -> PackedLinear:
+        return super().pack_quantized(weight, bias, dtype, out_dtype)
+
+    def pack_part(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, order: SumOrder
+    ) -> PartLinear:
+        is_coded = isinstance(weight, QuantizedWeight)
+        linear = self.pack_quantized(weight, None, dtype) if is_coded else self.pack_linear(weight)
+        return _WholePart(linear, order.num_nodes)
+
+
+class OwnScales(_SingleOperators):
+    """A rank's part of a matrix has scales of its own."""
+
+    def pack_part(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, order: SumOrder
+    ) -> PartLinear:
+        assert isinstance(weight, QuantizedWeight), "a control of quantized weights"
+        return super().pack_part(quantize(weight.values(), weight.quantization), dtype, order)
 
 
 class TorchProducts(_SingleOperators):
@@ -69,8 +95,20 @@ class TorchProducts(_SingleOperators):
     ) -> PackedLinear:
         return TorchKernels().pack_linear(weight, bias, out_dtype, quantization, order)
 
-    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
-        return TorchKernels().pack_part(weight, order)
+    def pack_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+        order: SumOrder | None = None,
+    ) -> PackedLinear:
+        return TorchKernels().pack_quantized(weight, bias, dtype, out_dtype, order)
+
+    def pack_part(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, order: SumOrder
+    ) -> PartLinear:
+        return TorchKernels().pack_part(weight, dtype, order)
 
 
 class AttentionByPage(_SingleOperators):
@@ -106,6 +144,10 @@ class AttentionByPage(_SingleOperators):
 
 def rank_by_rank(dtype: torch.dtype) -> Kernels:
     return RankByRank(dtype)
+
+
+def own_scales(dtype: torch.dtype) -> Kernels:
+    return OwnScales(dtype)
 
 
 def torch_products(dtype: torch.dtype) -> Kernels:

@@ -18,6 +18,7 @@ from workers.kernels import (
     PackedLinear,
     PartLinear,
     Quantization,
+    QuantizedWeight,
     StepBatch,
     SumOrder,
     TorchKernels,
@@ -122,5 +123,7 @@ class ExactKernels(TorchKernels):
         linear = self._products.pack_linear(weight, bias, out_dtype, quantization, order)
         return _GridLinear(linear) if out_dtype is None else linear  # logits stay as they are
 
-    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
-        return self._products.pack_part(weight, order)
+    def pack_part(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, order: SumOrder
+    ) -> PartLinear:
+        return self._products.pack_part(weight, dtype, order)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,8 @@ SAMPLINGS: Mapping[str, SamplingParams] = {
 NUM_BLOCKS = {"plenty": None, "short early": 9, "short late": 12}
 SIDES: Mapping[str, Sequence[object]] = {
     "dtype": ("float32", "bfloat16"),
+    "weights": ("none", "int8", "int4"),
+    "kv": ("auto", "int8"),
     "tensor_parallel": (1, 2, 4),
     "chunk": (1, 7, 16, None),
     "prefix": ("none", "partial page", "full"),
@@ -43,11 +46,21 @@ SIDES: Mapping[str, Sequence[object]] = {
 }
 
 
+class Form(NamedTuple):
+    """How a group holds the model: what answers depend on."""
+
+    dtype: str
+    weights: str = "none"  # as `model.quantization`
+    kv: str = "auto"  # as `cache.dtype`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One circumstance."""
 
     dtype: str
+    weights: str
+    kv: str
     tensor_parallel: int
     chunk: int | None  # most tokens of a prompt in a step
     prefix: str  # what the cache has of the prompt
@@ -59,6 +72,10 @@ class Cell:
     guesses: str
     begun: int  # tokens of each choice that another group has given before
     prompt: int
+
+    @property
+    def form(self) -> Form:
+        return Form(self.dtype, self.weights, self.kv)
 
     def __str__(self) -> str:
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -76,18 +93,18 @@ class Grid:
 
     def __init__(self, folder: Path, heads: Path, kernels: KernelSet = native) -> None:
         self._folder, self._heads_folder, self._kernels = folder, heads, kernels
-        self._groups: dict[tuple[str, int], Group] = {}
+        self._groups: dict[tuple[Form, int], Group] = {}
         self._expected: dict[tuple[object, ...], list[Answer]] = {}
 
     def close(self) -> None:
         for group in self._groups.values():
             group.ranks.close()
 
-    def expected(self, dtype: str, prompt: int, sampling: str, choices: int) -> list[Answer]:
+    def expected(self, form: Form, prompt: int, sampling: str, choices: int) -> list[Answer]:
         """Each choice of a request alone on one rank, read in one step, without cache and guesses."""
-        key = (dtype, prompt, sampling, choices)
+        key = (form, prompt, sampling, choices)
         if key not in self._expected:
-            client = self._group(dtype, 1).client(prefix_reuse=False)
+            client = self._group(form, 1).client(prefix_reuse=False)
             request_id = client.submit(PROMPTS[prompt], SAMPLINGS[sampling], num_choices=choices)
             answers = client.finish()
             self._expected[key] = [answers[request_id, choice] for choice in range(choices)]
@@ -97,7 +114,7 @@ class Grid:
         """Each choice, with mates of any kind; seed: of those."""
         rng = random.Random(seed)
         group, prompt, sampling = (
-            self._group(cell.dtype, cell.tensor_parallel),
+            self._group(cell.form, cell.tensor_parallel),
             PROMPTS[cell.prompt],
             SAMPLINGS[cell.sampling],
         )
@@ -111,7 +128,7 @@ class Grid:
         if cell.prefix != "none":
             known = prompt if cell.prefix == "full" else prompt[: len(prompt) // 2]
             client.generate([known], replace(GREEDY, max_tokens=1))
-        before = self.expected(cell.dtype, cell.prompt, cell.sampling, cell.choices)
+        before = self.expected(cell.form, cell.prompt, cell.sampling, cell.choices)
         begun = tuple(
             BegunChoice(choice=choice, token_ids=tuple(answer.token_ids[: cell.begun]))
             for choice, answer in enumerate(before)
@@ -138,7 +155,7 @@ class Grid:
 
     def differs(self, cell: Cell, seed: int) -> str | None:
         """In what the request does not get the answer that it has alone; None: in nothing."""
-        wanted = self.expected(cell.dtype, cell.prompt, cell.sampling, cell.choices)
+        wanted = self.expected(cell.form, cell.prompt, cell.sampling, cell.choices)
         for choice, (answer, alone) in enumerate(zip(self.found(cell, seed), wanted, strict=True)):
             for name, ours, theirs in (
                 ("ids", answer.token_ids, alone.token_ids[cell.begun :]),
@@ -150,10 +167,13 @@ class Grid:
                     return f"{name} of choice {choice}: {ours} instead of {theirs}"
         return None
 
-    def _group(self, dtype: str, tensor_parallel: int) -> Group:
-        key = (dtype, tensor_parallel)
+    def _group(self, form: Form, tensor_parallel: int) -> Group:
+        key = (form, tensor_parallel)
         if key not in self._groups:
-            ranks = ThreadRanks(self._folder, tensor_parallel, getattr(torch, dtype), self._kernels)
+            dtype = getattr(torch, form.dtype)
+            ranks = ThreadRanks(
+                self._folder, tensor_parallel, dtype, self._kernels, weights=form.weights, kv=form.kv
+            )
             self._groups[key] = Group(ranks, self._folder, self._heads_folder)
         return self._groups[key]
 

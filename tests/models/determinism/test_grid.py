@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.determinism.controls import rank_by_rank, torch_products
+from tests.models.determinism.controls import own_scales, rank_by_rank, torch_products
 from tests.models.determinism.covering import covering
-from tests.models.determinism.grid import PROMPTS, SIDES, Cell, Grid, is_legal
+from tests.models.determinism.grid import PROMPTS, SIDES, Cell, Form, Grid, is_legal
 from tests.models.determinism.numpy_model import NumpyModel
 from tests.models.determinism.thread_ranks import KernelSet
 from tests.models.draft_folders import random_heads
@@ -47,10 +47,20 @@ def test_an_answer_is_that_of_the_request_alone(grid: Grid, number: int) -> None
     assert grid.differs(cell, seed=number) is None, cell
 
 
-@pytest.mark.parametrize("kernels", [rank_by_rank, torch_products])
-def test_other_sums_are_noticed(family_folder: Folders, heads: Path, kernels: KernelSet) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "form"),
+    [
+        (rank_by_rank, Form("float32")),
+        (torch_products, Form("float32")),
+        (rank_by_rank, Form("bfloat16", "int8")),
+        (rank_by_rank, Form("bfloat16", "int4")),
+        (own_scales, Form("bfloat16", "int8")),
+    ],
+)
+def test_other_sums_are_noticed(family_folder: Folders, heads: Path, kernels: KernelSet, form: Form) -> None:
     grid = Grid(family_folder("llama"), heads, kernels)
-    cells = [Cell(**cell) for cell in PAIRS if cell["dtype"] == "float32"]  # type: ignore[arg-type]
+    wanted = {"dtype": form.dtype, "weights": form.weights}
+    cells = [Cell(**cell) for cell in ALL if wanted.items() <= cell.items()]  # type: ignore[arg-type]
     assert any(grid.differs(cell, seed=number) for number, cell in enumerate(cells[:12]))
     grid.close()
 
@@ -58,7 +68,7 @@ def test_other_sums_are_noticed(family_folder: Folders, heads: Path, kernels: Ke
 @pytest.mark.parametrize("prompt", range(len(PROMPTS)))
 def test_numpy_says_the_same(grid: Grid, family_folder: Folders, prompt: int) -> None:
     """Log-probabilities of the best and of all that were told, and the best itself where it is clear."""
-    (answer,) = grid.expected("float32", prompt, "greedy", 1)
+    (answer,) = grid.expected(Form("float32"), prompt, "greedy", 1)
     model = NumpyModel(family_folder("llama"))
     tokens = [*PROMPTS[prompt], *answer.token_ids]
     scores = torch.from_numpy(model.logprobs(tokens))[len(PROMPTS[prompt]) - 1 : -1]

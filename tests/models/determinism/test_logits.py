@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from tests.models import checkpoints
-from tests.models.determinism.controls import attention_by_page, rank_by_rank, torch_products
+from tests.models.determinism.controls import (
+    attention_by_page,
+    own_scales,
+    rank_by_rank,
+    torch_products,
+)
 from tests.models.determinism.exact_kernels import ExactKernels, put_on_grid
 from tests.models.determinism.numpy_model import NumpyModel
 from tests.models.determinism.thread_ranks import KernelSet, native, thread_ranks
-from workers.kernels import Kernels, TorchKernels
+from tests.models.oracle import Oracle
+from tests.models.quantized_checkpoints import form, make
+from workers.kernels import Kernels, Quantization, TorchKernels
+from workers.model.checkpoint import Checkpoint
+from workers.quantizing.folder import quantize_folder
 
 TEXT = checkpoints.prompt_ids(90)  # over a border of the key groups of attention
 MATES = [checkpoints.prompt_ids(length, seed=length) for length in (1, 5, 16, 33, 41)]
@@ -52,9 +61,11 @@ def texts_of(
     among: bool,
     block_size: int = 16,
     text: list[int] = TEXT,
+    weights: str = "none",
+    kv: str = "auto",
 ) -> torch.Tensor:
     """Logits of every token of `text`, alone or among the others."""
-    with thread_ranks(folder, size, dtype, kernels, block_size=block_size) as ranks:
+    with thread_ranks(folder, size, dtype, kernels, block_size=block_size, weights=weights, kv=kv) as ranks:
         model = ranks.paged()
         mates = [model.start(mate) for mate in MATES] if among else []
         subject = model.start(text)
@@ -80,6 +91,71 @@ def test_every_split(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, family_folder: Folders) -> None:
     check_all(family_folder(name), FAMILIES[name], TEXT[:60])
+
+
+def check_form(folder: Path, sizes: tuple[int, ...], weights: str, kv: str, text: list[int] = TEXT) -> None:
+    wanted = texts_of(folder, 1, torch.bfloat16, chunk=None, among=False, text=text, weights=weights, kv=kv)
+    for size in sizes:
+        found = texts_of(folder, size, torch.bfloat16, chunk=7, among=True, text=text, weights=weights, kv=kv)
+        assert torch.equal(found, wanted), (weights, kv, size)
+
+
+@pytest.mark.parametrize(("weights", "kv"), [("int8", "auto"), ("int4", "auto"), ("int4", "int8")])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_split_in_few_bits(name: str, weights: str, kv: str, tmp_path: Path) -> None:
+    """Leaves that 32 divides and that it does not."""
+    overrides, sizes = SHAPES[name]
+    check_form(checkpoints.build(tmp_path / "shape", LLAMA, seed=1, **overrides), sizes, weights, kv)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_in_few_bits(name: str, weights: str, family_folder: Folders) -> None:
+    check_form(family_folder(name), FAMILIES[name], weights, "int8", TEXT[:60])
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_asymmetric", "gptq_order", "gptq_8", "awq", "fp8_block"])
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+def test_checkpoints_in_few_bits(name: str, weights: str, family_folder: Folders, tmp_path: Path) -> None:
+    """As the files have them, and in another form than they have."""
+    folder = make(tmp_path, family_folder("llama"), form(name)).folder
+    check_form(folder, (2, 4), weights, "auto", TEXT[:60])
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_folder_quantized_before_has_the_bits_of_a_start_that_quantizes(
+    weights: str, family_folder: Folders, tmp_path: Path
+) -> None:
+    source, out = (
+        checkpoints.save(tmp_path / "half", Oracle(family_folder("llama")).model.to(torch.bfloat16)),
+        tmp_path / "out",
+    )
+    quantize_folder(Checkpoint(source), Quantization(weights), out, lambda text: None)
+    wanted = texts_of(source, 1, torch.bfloat16, chunk=None, among=False, weights=weights)
+    for size in (1, 2, 4):
+        for form_ in ("auto", weights):
+            found = texts_of(out, size, torch.bfloat16, chunk=None, among=False, weights=form_)
+            assert torch.equal(found, wanted), (size, form_)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantized_sums_rank_by_rank_are_noticed(family_folder: Folders, weights: str) -> None:
+    folder = family_folder("llama")
+    one, two = (
+        texts_of(folder, size, torch.bfloat16, rank_by_rank, chunk=None, among=False, weights=weights)
+        for size in (1, 2)
+    )
+    assert not torch.equal(one, two)
+    torch.testing.assert_close(one, two, atol=0.2, rtol=0)
+
+
+def test_scales_of_a_rank_are_noticed(family_folder: Folders) -> None:
+    folder = family_folder("llama")
+    one, two = (
+        texts_of(folder, size, torch.bfloat16, own_scales, chunk=None, among=False, weights="int8")
+        for size in (1, 2)
+    )
+    assert not torch.equal(one, two)
 
 
 def test_numpy_says_the_same(family_folder: Folders) -> None:

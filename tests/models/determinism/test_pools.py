@@ -12,7 +12,7 @@ import pytest
 
 from tests.models.checkpoints import prompt_ids
 from tests.models.determinism.covering import Cell, covering
-from tests.models.determinism.grid import PROMPTS, SAMPLINGS, Grid
+from tests.models.determinism.grid import PROMPTS, SAMPLINGS, Form, Grid
 from tests.models.draft_folders import random_heads
 from tests.models.engine_groups import GREEDY, group_config
 from tests.models.exchange_groups import ForeignMember, Loop, Member, Ranks, through
@@ -30,19 +30,24 @@ SIDES = {
     "prefix": ("none", "partial page"),
     "mates": (0, 3, 7),
 }
-NUM_CELLS = {"float32": 40, "bfloat16": 40}
+NUM_CELLS = {
+    Form("float32"): 40,
+    Form("bfloat16"): 40,
+    Form("bfloat16", "int8", "int8"): 40,
+    Form("bfloat16", "int4"): 20,
+}
 
 
 def is_legal(cell: Cell) -> bool:
     return cell["prefill"] != cell["decode"]
 
 
-def check(grid: Grid, members: dict[int, Member], cell: Any, dtype: str, number: int) -> None:
+def check(grid: Grid, members: dict[int, Member], cell: Any, form: Form, number: int) -> None:
     """One request: its prompt is read in one pool, or the whole is begun there, and the other answers."""
     prefill, decode, salt = members[cell["prefill"]], members[cell["decode"]], f"cell {number}"
     prompt, sampling = PROMPTS[cell["prompt"]], SAMPLINGS[cell["sampling"]]
     choices, num_begun = cell["choices"], cell["begun"]
-    wanted = grid.expected(dtype, cell["prompt"], cell["sampling"], choices)
+    wanted = grid.expected(form, cell["prompt"], cell["sampling"], choices)
     if cell["prefix"] != "none":
         decode.answer(decode.submit(prompt[: len(prompt) // 2], replace(GREEDY, max_tokens=1), salt=salt))
     rng = random.Random(number)
@@ -72,27 +77,29 @@ def check(grid: Grid, members: dict[int, Member], cell: Any, dtype: str, number:
         decode.answer(mate)
 
 
-@pytest.mark.parametrize("dtype", NUM_CELLS)
+@pytest.mark.parametrize("form", NUM_CELLS, ids=str)
 @pytest.mark.determinism
 def test_two_pools_give_the_answer_of_one_rank(
-    loop: Loop, ranks: Ranks, family_folder: Callable[[str], Path], tmp_path: Path, dtype: str
+    loop: Loop, ranks: Ranks, family_folder: Callable[[str], Path], tmp_path: Path, form: Form
 ) -> None:
     folder = family_folder("llama")
     grid = Grid(folder, random_heads(tmp_path / "heads"))
-    cells = covering(SIDES, strength=2, least=NUM_CELLS[dtype], seed=2, is_legal=is_legal)
+    cells = covering(SIDES, strength=2, least=NUM_CELLS[form], seed=2, is_legal=is_legal)
     members: dict[int, Member] = {}
     try:
         for size, chunk in CHUNKS.items():
             config = group_config(
                 folder,
                 size,
-                dtype=dtype,
+                dtype=form.dtype,
+                quantization=form.weights,
+                kv_dtype=form.kv,
                 speculative=SpeculativeConfig(method="prompt_lookup" if size == 2 else "none"),
             )
             config = replace(config, schedule=replace(config.schedule, max_prefill_chunk=chunk))
-            members[size] = ForeignMember(loop, f"{dtype}-{size}", config, ranks)
+            members[size] = ForeignMember(loop, f"{'-'.join(form)}-{size}", config, ranks)
         for number, cell in enumerate(cells):
-            check(grid, members, cell, dtype, number)
+            check(grid, members, cell, form, number)
         for member in members.values():
             member.wait_for("rest", active_blocks=0, kv_leases=0, kv_fetches_lost_total=0)
             assert member.stats.kv_fetched_tokens_total > 0

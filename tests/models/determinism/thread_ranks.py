@@ -23,6 +23,7 @@ from workers.kernels import (
     Drawn,
     Kernels,
     PagedCache,
+    Quantization,
     SharedCollective,
     StepMessage,
     load_library,
@@ -62,6 +63,8 @@ class ThreadRanks:
         kernels: KernelSet,
         *,
         block_size: int = BLOCK_SIZE,
+        weights: str = "none",
+        kv: str = "auto",
     ) -> None:
         checkpoint, library = Checkpoint(folder), load_library()
         self.checkpoint, self.dtype, self.block_size, self.num_blocks = (
@@ -70,14 +73,15 @@ class ThreadRanks:
             block_size,
             NUM_BLOCKS,
         )
+        self.kv_dtype = dtype if kv == "auto" else torch.int8
         memory = mmap.mmap(-1, memory_bytes(library, size))
         self._runners = []
         for rank in range(size):
             shared = SharedCollective(library, memory, rank=rank, size=size, timeout_s=_TIMEOUT_S)
             parallel = TensorParallel(rank, size, shared) if size > 1 else TensorParallel()
-            decoder = load_decoder(checkpoint, dtype, _CPU, parallel, kernels(dtype))
+            decoder = load_decoder(checkpoint, dtype, _CPU, parallel, kernels(dtype), Quantization(weights))
             self._runners.append(
-                ModelRunner(decoder, _pool(decoder.spec, decoder.num_kv_heads, dtype, block_size))
+                ModelRunner(decoder, _pool(decoder.spec, decoder.num_kv_heads, self.kv_dtype, block_size))
             )
             if rank == 0:
                 self.num_kv_heads = decoder.num_kv_heads
@@ -102,7 +106,7 @@ class ThreadRanks:
         return self.run(message)
 
     def paged(self) -> PagedModel:
-        return PagedModel(self, num_blocks=NUM_BLOCKS, block_size=self.block_size, dtype=self.dtype)  # type: ignore[arg-type]
+        return PagedModel(self, num_blocks=NUM_BLOCKS, block_size=self.block_size, dtype=self.kv_dtype)  # type: ignore[arg-type]
 
     def executor(self, draft: DraftModel | None = None, heads: MedusaRunner | None = None) -> LocalExecutor:
         return LocalExecutor(self, draft, heads)  # type: ignore[arg-type]
@@ -123,9 +127,17 @@ class ThreadRanks:
 
 @contextmanager
 def thread_ranks(
-    folder: Path, size: int, dtype: torch.dtype, kernels: KernelSet = native, *, block_size: int = BLOCK_SIZE
+    folder: Path,
+    size: int,
+    dtype: torch.dtype,
+    kernels: KernelSet = native,
+    *,
+    block_size: int = BLOCK_SIZE,
+    weights: str = "none",
+    kv: str = "auto",
 ) -> Iterator[ThreadRanks]:
-    ranks = ThreadRanks(folder, size, dtype, kernels, block_size=block_size)
+    """weights, kv: as `model.quantization` and `cache.dtype`."""
+    ranks = ThreadRanks(folder, size, dtype, kernels, block_size=block_size, weights=weights, kv=kv)
     try:
         yield ranks
     finally:

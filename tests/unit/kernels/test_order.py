@@ -95,7 +95,7 @@ def test_products_follow_the_order(name: str, dtype: torch.dtype, order: SumOrde
     bias, x = torch.randn(70).to(dtype), torch.randn(130, order.num_inputs).to(dtype)
     (wanted,) = leafwise(kernels, x, weight, order)
     whole = kernels.pack_linear(weight, bias, None, order=order)
-    part = kernels.pack_part(weight, order)
+    part = kernels.pack_part(weight, weight.dtype, order)
     for rows in (0, 1, 6, 7, 17, 96, 130):
         assert torch.equal(part.nodes(x[:rows])[0], wanted[:rows]), rows
         assert torch.equal(whole(x[:rows]), (wanted + bias.float()).to(dtype)[:rows]), rows
@@ -116,7 +116,7 @@ def test_ranks_give_the_bits_of_one(name: str, dtype: torch.dtype, size: int) ->
 
     def work(collective: SharedCollective, rank: int) -> list[torch.Tensor]:
         columns = slice(spans[rank].start * 32, spans[rank].stop * 32)
-        held = kernels.pack_part(weight[:, columns], parts[rank])
+        held = kernels.pack_part(weight[:, columns], dtype, parts[rank])
         found = [held.nodes(x[:rows, columns]) for rows in (0, 1, 180)]
         return [collective.join(each, nodes, bias, dtype) for each in found]
 
@@ -137,7 +137,7 @@ def test_tiles_are_for_leaves_of_whole_tiles() -> None:
         (first, WeightFormat.BF16_PAIRS),
         (second, WeightFormat.BF16_PAIRS),
     ):
-        part = kernels.pack_part(weight, order)
+        part = kernels.pack_part(weight, weight.dtype, order)
         assert isinstance(part, NativeLinear) and part.format is form
 
 

@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.kernels.builds import HAS_AVX512_BF16, MARCHES, build
-from workers.kernels import PackedLinear, Quantization, TorchKernels, kernels_for
+from workers.kernels import (
+    PackedLinear,
+    Quantization,
+    SumOrder,
+    TorchKernels,
+    balanced,
+    divide,
+    kernels_for,
+    one_leaf,
+)
 from workers.kernels.native import CpuKernels
 from workers.kernels.packed import NativeLinear
 from workers.kernels.packed_quantized import FORMATS
@@ -169,3 +178,55 @@ def test_without_quantized_products_the_same_values_are_used(form: Quantization,
         linear = kernels.pack_linear(weight, bias, torch.float32, form)
         plain = kernels.pack_linear(values, bias, torch.float32)
         assert type(linear) is type(plain) and torch.equal(linear(x), plain(x))
+
+
+ORDERS = {
+    "whole groups": balanced([one_leaf(64)] * 3),
+    "borders inside groups": balanced([one_leaf(width) for width in (40, 24, 80, 6, 31)]),
+    "nested": balanced([balanced([one_leaf(20)] * 3)] * 3),
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("inputs", [range(70), range(32, 64), range(33, 70), range(31, 33), range(40, 40)])
+def test_a_part_is_quantized_as_in_the_whole(form: Quantization, inputs: range) -> None:
+    weight = make_weight(50, 70)
+    whole, found = quantize(weight, form), quantize(weight, form, inputs)
+    span = slice(inputs.start, inputs.stop)
+    for part in (found, whole.part(inputs)):
+        assert torch.equal(part.codes, whole.codes[:, span])
+        assert torch.equal(part.values(), whole.values()[:, span])
+
+
+@needs_packed
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_products_follow_the_order(form: Quantization, order: SumOrder) -> None:
+    """Each leaf as a product of its own, joined by torch; then in two parts."""
+    kernels = kernels_for(CPU, torch.bfloat16)
+    weight, bias = make_weight(200, order.num_inputs), torch.randn(200).bfloat16()
+    x, whole = torch.randn(130, order.num_inputs).bfloat16(), quantize(weight, form)
+    linear = kernels.pack_quantized(whole, bias, torch.bfloat16, torch.float32, order)
+    sums: list[torch.Tensor] = []
+    for span, joins in zip(order.spans, order.joins, strict=True):
+        leaf = kernels.pack_quantized(whole.part(span), None, torch.bfloat16, torch.float32)
+        total = leaf(x[:, span.start : span.stop])
+        for _ in range(joins):
+            total = sums.pop() + total
+        sums.append(total)
+    (wanted,) = sums
+    half = len(order.widths) // 2
+    parts, nodes = divide(order, [range(half), range(half, len(order.widths))])
+    border = sum(order.widths[:half])
+    for rows in (1, 4, 7, 33, 130):
+        assert torch.equal(linear(x[:rows]), wanted[:rows] + bias.float()), rows
+        found: list[torch.Tensor] = []
+        for part, inputs in zip(parts, (range(border), range(border, order.num_inputs)), strict=True):
+            held = kernels.pack_part(whole.part(inputs), torch.bfloat16, part)
+            found += held.nodes(x[:rows, inputs.start : inputs.stop])
+        stack: list[torch.Tensor] = []
+        for total, joins in zip(found, nodes.joins, strict=True):
+            for _ in range(joins):
+                total = stack.pop() + total
+            stack.append(total)
+        assert len(stack) == 1 and torch.equal(stack[0], wanted[:rows]), rows

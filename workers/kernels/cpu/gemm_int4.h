@@ -1,5 +1,5 @@
-// Products of quantized rows with columns of 4-bit weights: every group of 32 inputs of a column has a scale and a
-// minimum, weight = scale * code + minimum, code 0..15 (the form of GGUF's Q4_1, five bits a weight).
+// Products of quantized rows with columns of 4-bit weights: every group of a column has a scale and a minimum, weight =
+// scale * code + minimum, code 0..15 (the form of GGUF's Q4_1, five bits a weight).
 //
 // Packed columns: the units of gemm.h; in a unit, a group after the other, [4][column][4] bytes (the low halves hold
 // the codes of inputs 8 i .. 8 i + 3 of the group, the high halves of 8 i + 4 .. 8 i + 7), then half-precision scales
@@ -11,29 +11,31 @@
 
 struct Int4 {
   static constexpr size_t GROUP_BYTES = GROUP / 2 + 4;  // of a column
-  static size_t column_bytes(const RowShape& shape) { return shape.groups() * GROUP_BYTES; }
+  static size_t column_bytes(size_t groups) { return groups * GROUP_BYTES; }
 
-  // codes (N, K) in 0..15; scales and minima (N, groups) are halves. Columns from N on are zero.
+  // codes (N, groups, 32) in 0..15; scales and minima (N, groups) are halves. Columns from N on are zero.
   static void pack(const uint8_t* codes, const uint16_t* scales, const uint16_t* minima, size_t columns, size_t first,
-                   const RowShape& shape, int vecs, char* unit) {
-    const size_t width = size_t(vecs) * 16;
-    memset(unit, 0, width * column_bytes(shape));
+                   size_t groups, int vecs, char* unit) {
+    const size_t width = size_t(vecs) * 16, inputs = groups * GROUP;
+    memset(unit, 0, width * column_bytes(groups));
     for (size_t j = 0; j < width && first + j < columns; j++) {
-      const uint8_t* from = codes + (first + j) * shape.k;
-      for (size_t k = 0; k < shape.k; k++) {
+      const uint8_t* from = codes + (first + j) * inputs;
+      for (size_t k = 0; k < inputs; k++) {
         const size_t in_group = k % GROUP;
         char& to = unit[k / GROUP * width * GROUP_BYTES + (in_group / 8 * width + j) * 4 + k % 4];
         to = char(to | from[k] << (in_group % 8 / 4 * 4));
       }
-      for (size_t group = 0; group < shape.groups(); group++) {
+      for (size_t group = 0; group < groups; group++) {
         uint16_t* halves = (uint16_t*)(unit + group * width * GROUP_BYTES + width * GROUP / 2);
-        halves[j] = scales[(first + j) * shape.groups() + group];
-        halves[width + j] = minima[(first + j) * shape.groups() + group];
+        halves[j] = scales[(first + j) * groups + group];
+        halves[width + j] = minima[(first + j) * groups + group];
       }
     }
   }
   template <int ROWS, int VECS, int FETCH>
-  static void tile(const RowGroup* rows, size_t groups, const char* unit, int vecs, int v0, const char* ahead, float* sums) {
+  static void tile(const GroupSpan& span, int v0, const char* ahead, float* sums) {
+    const size_t groups = span.row_groups;
+    const int vecs = span.vecs;
     constexpr int LINES = FETCH * GROUP_BYTES / 4;  // to be fetched a group
     const size_t width = size_t(vecs) * 16;
     const __m512i four_bits = _mm512_set1_epi8(15);
@@ -42,8 +44,8 @@ struct Int4 {
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < VECS; v++) total[r][v] = _mm512_setzero_ps();
-    const char* at = unit + v0 * 64;
-    for (const RowGroup *x = rows, *end = rows + groups; x < end; x++, at += width * GROUP_BYTES, ahead += LINES * 64) {
+    const char* at = span.columns + v0 * 64;
+    for (const RowGroup *x = span.rows, *end = x + span.groups; x < end; x++, at += width * GROUP_BYTES, ahead += LINES * 64) {
       for (int i = 0; i < LINES; i++) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
       __m512i sum[ROWS][VECS];
 #pragma GCC unroll 6

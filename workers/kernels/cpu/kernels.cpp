@@ -189,21 +189,20 @@ void tandem_linear(const PackedWeights* weights, const void* x, long x_stride, l
   });
 }
 #ifdef HAS_QUANTIZED
-// Bytes of a packed (n, k) matrix of a quantized format.
-long tandem_quantized_bytes(int format, long n, long k) {
-  const Units units{size_t(n), size_t(k)};
-  return long(units.first(units.count()) * quantized_column_bytes(format, RowShape{size_t(k)}));
+// Bytes of a packed matrix of n outputs in a quantized format.
+long tandem_quantized_bytes(int format, long n, long groups) {
+  const Units units{size_t(n), size_t(groups) * GROUP};
+  return long(units.first(units.count()) * quantized_column_bytes(format, size_t(groups)));
 }
-// codes (n, k): int8, or uint8 for INT4. scales (n,) float; for INT4 scales and minima (n, groups of k) as halves.
-void tandem_pack_quantized(int format, const void* codes, const void* scales, const void* minima, long n, long k, char* packed, int threads) {
-  const Units units{size_t(n), size_t(k)};
-  const RowShape shape{size_t(k)};
-  for_rows(long(units.count()), UNIT * k, threads, [&](long u) {
+// codes (n, groups, 32): int8, or uint8 for INT4. scales (n,) float; for INT4 scales and minima (n, groups) as halves.
+void tandem_pack_quantized(int format, const void* codes, const void* scales, const void* minima, long n, long groups, char* packed, int threads) {
+  const Units units{size_t(n), size_t(groups) * GROUP};
+  for_rows(long(units.count()), UNIT * long(units.k), threads, [&](long u) {
     const size_t first = units.first(size_t(u));
-    char* unit = packed + first * quantized_column_bytes(format, shape);
+    char* unit = packed + first * quantized_column_bytes(format, size_t(groups));
     if (format == INT4)
-      Int4::pack((const uint8_t*)codes, (const uint16_t*)scales, (const uint16_t*)minima, units.columns, first, shape, units.vecs(size_t(u)), unit);
-    else Int8::pack((const int8_t*)codes, (const float*)scales, units.columns, first, shape, units.vecs(size_t(u)), unit);
+      Int4::pack((const uint8_t*)codes, (const uint16_t*)scales, (const uint16_t*)minima, units.columns, first, size_t(groups), units.vecs(size_t(u)), unit);
+    else Int8::pack((const int8_t*)codes, (const float*)scales, units.columns, first, size_t(groups), units.vecs(size_t(u)), unit);
   });
 }
 #endif

@@ -19,7 +19,9 @@ struct PackedWeights {
   const char* data;   // laid out as the format wants it
   const float* bias;  // (columns), or null
   long columns, k;
-  SumOrder order;     // of the k inputs; quantized weights have one leaf
+  SumOrder order;     // of the k inputs; of quantized weights, of the groups filled up to 32 inputs
+  const long* widths;  // of quantized weights: the inputs of each group, which end where leaves do; else null
+  long groups;
 };
 
 // Room for the sums of one task.
@@ -46,17 +48,17 @@ inline bool is_quantized(const PackedWeights& w) { return w.format == INT8 || w.
 inline size_t element_bytes(long format) { return format == FLOATS ? 4 : 2; }
 inline Units units_of(const PackedWeights& w) { return {size_t(w.columns), size_t(w.k), element_bytes(w.format)}; }
 #ifdef HAS_QUANTIZED
-inline size_t input_bytes(const PackedWeights& w) { return is_quantized(w) ? RowShape{size_t(w.k)}.bytes() : size_t(w.k) * element_bytes(w.format); }
-inline void prepare_row(const PackedWeights& w, const bf16* x, char* row) { quantize_row(x, RowShape{size_t(w.k)}, row); }
+inline size_t input_bytes(const PackedWeights& w) { return is_quantized(w) ? row_bytes(size_t(w.groups)) : size_t(w.k) * element_bytes(w.format); }
+inline void prepare_row(const PackedWeights& w, const bf16* x, char* row) { quantize_row(x, w.widths, size_t(w.groups), row); }
 
-inline size_t quantized_column_bytes(long format, const RowShape& shape) {
-  return format == INT4 ? Int4::column_bytes(shape) : Int8::column_bytes(shape);
+inline size_t quantized_column_bytes(long format, size_t groups) {
+  return format == INT4 ? Int4::column_bytes(groups) : Int8::column_bytes(groups);
 }
 inline void quantized_sums(const PackedWeights& w, const Units& units, size_t u, const char* rows, size_t count, bool fetch, float* sums) {
-  const RowShape shape{size_t(w.k)};
-  const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, shape);
-  if (w.format == INT4) quantized_unit<Int4>(rows, count, shape, unit, units.vecs(u), fetch, sums);
-  else quantized_unit<Int8>(rows, count, shape, unit, units.vecs(u), fetch, sums);
+  const size_t groups = size_t(w.groups);
+  const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, groups);
+  if (w.format == INT4) quantized_unit<Int4>(rows, count, groups, w.order, unit, units.vecs(u), fetch, sums);
+  else quantized_unit<Int8>(rows, count, groups, w.order, unit, units.vecs(u), fetch, sums);
 }
 #else  // and no weights in those formats
 inline size_t input_bytes(const PackedWeights& w) { return size_t(w.k) * element_bytes(w.format); }

@@ -1,15 +1,17 @@
 // Rows of activations as 8-bit integers, for products with quantized columns.
 //
-// Every group of 32 inputs of a row has a scale of its own (as Q8_0 and Q8_1 of llama.cpp): value = scale * code with
-// code = round(value * 127 / max|value|), half to even. The product of a group is a sum of integers, exact in any
-// order; groups add up as floats, in order. So a row's result does not depend on its neighbours.
+// Every group of at most 32 inputs of a row has a scale of its own (as Q8_0 and Q8_1 of llama.cpp): value = scale * code
+// with code = round(value * 127 / max|value|), half to even. The product of a group is a sum of integers, exact in any
+// order; groups add up as floats, in the order of order.h. So a row's result depends neither on its neighbours nor, as
+// groups end where leaves do, on which rank has which inputs.
 #pragma once
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 
+#include "order.h"
 #include "simd.h"
 
-constexpr size_t GROUP = 32;         // inputs that share a scale; K is padded to it with zeros
+constexpr size_t GROUP = 32;         // the most inputs that share a scale; all groups are filled up to it with zeros
 constexpr float TOO_SMALL = 1e-30f;  // a group without a larger value is taken as zero, so that 1 / scale is finite
 
 struct RowGroup {
@@ -18,12 +20,7 @@ struct RowGroup {
   int32_t surplus;  // -128 * the sum of the codes: what weights + 128 give too much, with the other sign
   float sum;        // scale * the sum of the codes
 };
-struct RowShape {
-  size_t k;
-  size_t groups() const { return (k + GROUP - 1) / GROUP; }
-  size_t padded() const { return groups() * GROUP; }
-  size_t bytes() const { return groups() * sizeof(RowGroup); }
-};
+inline size_t row_bytes(size_t groups) { return groups * sizeof(RowGroup); }
 
 inline uint16_t largest_of(__m512i values) {  // of 32 unsigned 16-bit values
   const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(values), _mm512_extracti64x4_epi64(values, 1));
@@ -34,11 +31,11 @@ inline __m512i scaled_codes(__m256i values, __m512 inverse) {  // of 16 bf16 val
   return _mm512_cvtps_epi32(_mm512_mul_ps((__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16), inverse));
 }
 // A value that is not finite makes its group's scale NaN or infinite, and with it every product of the row.
-inline void quantize_row(const bf16* x, const RowShape& shape, char* row) {
-  for (size_t group = 0; group < shape.groups(); group++) {
+// widths: inputs of each group.
+inline void quantize_row(const bf16* x, const long* widths, size_t groups, char* row) {
+  for (size_t group = 0; group < groups; x += widths[group++]) {
     RowGroup& to = ((RowGroup*)row)[group];
-    const size_t left = shape.k - group * GROUP;
-    const __m512i values = _mm512_maskz_loadu_epi16(left >= GROUP ? ~0u : (1u << left) - 1, x + group * GROUP);
+    const __m512i values = _mm512_maskz_loadu_epi16(widths[group] == long(GROUP) ? ~0u : (1u << widths[group]) - 1, x);
     // Bits of non-negative floats compare as integers, NaN above all.
     const float max = widen(largest_of(_mm512_and_si512(values, _mm512_set1_epi16(0x7fff))));
     const bool is_zero = max < TOO_SMALL;
@@ -59,9 +56,17 @@ inline __m512i four_codes(const int8_t* at) {  // the same four in every lane
   return _mm512_set1_epi32(four);
 }
 
-// sums[r * UNIT + column] of ROWS rows (a row: `groups` groups) and the VECS vectors of columns from vector v0 of a
-// unit of `vecs`. FETCH quarters of a wide unit come into the second-level cache from `ahead` on.
-using QuantizedTile = void (*)(const RowGroup* rows, size_t groups, const char* unit, int vecs, int v0, const char* ahead, float* sums);
+// Groups of a unit of `vecs` vectors of columns, and the same ones of rows that are `row_groups` long.
+struct GroupSpan {
+  const RowGroup* rows;
+  size_t row_groups, groups;
+  const char* columns;
+  const char* behind;  // the last group of the unit
+  int vecs;
+};
+// sums[r * UNIT + column] of ROWS rows and the VECS vectors of columns from vector v0 on. FETCH quarters of what a wide
+// unit has of these groups come into the second-level cache from `ahead` on.
+using QuantizedTile = void (*)(const GroupSpan& span, int v0, const char* ahead, float* sums);
 template <class Format, int VECS, int FETCH> inline QuantizedTile quantized_tile(size_t rows) {
   // 12 sums of integers and 12 of floats, columns and a row's codes fit the registers. 4 x 4 keeps its floats in
   // memory: slower on cached columns, but four rows wait for memory anyway, which one pass reads best.
@@ -71,16 +76,12 @@ template <class Format, int VECS, int FETCH> inline QuantizedTile quantized_tile
                                      Format::template tile<std::min(5, MOST), VECS, FETCH>, Format::template tile<MOST, VECS, FETCH>};
   return table[rows - 1];
 }
-// sums (rows, UNIT) of one unit of `vecs` vectors of columns: tiles of at most 4 rows x 4 vectors, or 6 x 2. fetch:
-// bring in what follows the unit in the stream, a share in each of the first passes over this one; a single pass reads
-// as fast as memory gives anyway.
-template <class Format>
-inline void quantized_unit(const char* row_bytes, size_t count, const RowShape& shape, const char* unit, int vecs, bool fetch, float* sums) {
-  const RowGroup* rows = (const RowGroup*)row_bytes;
-  const size_t groups = shape.groups();
-  const int tiles = int(count + 5) / 6, width = vecs == 2 || count <= 4 ? vecs : 2;  // vectors of a tile
-  const int passes = tiles * vecs / width, shares = !fetch || passes == 1 ? 0 : passes < vecs ? 2 : vecs;
-  const char* ahead = unit + size_t(vecs) * 16 * Format::column_bytes(shape);
+// sums (rows, UNIT) of some groups: tiles of at most 4 rows x 4 vectors, or 6 x 2. ahead: as many bytes as the groups
+// have, to be fetched in shares by the first passes over these, or null; a single pass reads as fast as memory gives
+// anyway.
+template <class Format> inline void quantized_leaf(GroupSpan span, size_t count, const char* ahead, float* sums) {
+  const int vecs = span.vecs, tiles = int(count + 5) / 6, width = vecs == 2 || count <= 4 ? vecs : 2;  // vectors of a tile
+  const int passes = tiles * vecs / width, shares = !ahead || passes == 1 ? 0 : passes < vecs ? 2 : vecs;
   for (int t = 0, pass = 0; t < tiles; t++) {
     const size_t n = (count + size_t(tiles - t) - 1) / size_t(tiles - t);
     for (int v = 0; v < vecs; v += width, pass++) {
@@ -89,10 +90,28 @@ inline void quantized_unit(const char* row_bytes, size_t count, const RowShape& 
                                 : lines == 0 ? quantized_tile<Format, 2, 0>(n)
                                 : lines == 1 ? quantized_tile<Format, 2, 1>(n)
                                              : quantized_tile<Format, 2, 2>(n);
-      run(rows, groups, unit, vecs, v, ahead, sums);
-      ahead += size_t(lines) * 16 * Format::column_bytes(shape);
+      run(span, v, ahead, sums);
+      if (lines) ahead += size_t(lines) * 16 * span.groups * Format::GROUP_BYTES;
     }
-    rows += n * groups, sums += n * UNIT, count -= n;
+    span.rows += n * span.row_groups, sums += n * UNIT, count -= n;
+  }
+}
+// The same of a whole unit: the sums of every node of `order` (nodes, rows, UNIT), whose leaves have whole groups; below
+// them is room for all its levels. fetch: bring in what follows the unit in the stream.
+template <class Format>
+inline void quantized_unit(const char* rows, size_t count, size_t row_groups, const SumOrder& order, const char* unit, int vecs, bool fetch, float* sums) {
+  const size_t width = size_t(vecs) * 16, group_bytes = width * Format::GROUP_BYTES, level = count * UNIT;
+  const char* const behind = unit + row_groups * group_bytes;
+  const char* const next = unit + width * Format::column_bytes(row_groups);
+  size_t first = 0;
+  for (long l = 0; l < order.count; l++) {
+    const size_t groups = size_t(order.leaves[l].inputs) / GROUP, at = first * group_bytes;
+    quantized_leaf<Format>({(const RowGroup*)rows + first, row_groups, groups, unit + at, behind, vecs}, count, fetch ? next + at : nullptr, sums);
+    for (long j = 0; j < order.leaves[l].joins; j++, sums -= level)
+      for (size_t r = 0; r < count; r++)
+        for (size_t i = 0; i < width; i += 16)
+          _mm512_storeu_ps(sums + r * UNIT + i - level, _mm512_add_ps(_mm512_loadu_ps(sums + r * UNIT + i - level), _mm512_loadu_ps(sums + r * UNIT + i)));
+    first += groups, sums += level;
   }
 }
 #endif

@@ -99,7 +99,7 @@ class GpuKernels:
         order: SumOrder | None = None,
     ) -> PackedLinear:
         if quantization is not Quantization.NONE:
-            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype)
+            return self.pack_quantized(quantize(weight, quantization), bias, weight.dtype, out_dtype, order)
         return GpuLinear(
             weight=weight.contiguous(), scales=None, bias=bias, out_dtype=out_dtype or weight.dtype
         )
@@ -110,6 +110,7 @@ class GpuKernels:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
+        order: SumOrder | None = None,
     ) -> PackedLinear:
         assert dtype == self._dtype, (dtype, self._dtype)
         out_dtype = out_dtype or dtype
@@ -118,8 +119,10 @@ class GpuKernels:
         codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
         return GpuLinear(weight=codes, scales=scales, bias=bias, out_dtype=out_dtype)
 
-    def pack_part(self, weight: torch.Tensor, order: SumOrder) -> PartLinear:
-        return self._torch.pack_part(weight, order)
+    def pack_part(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, order: SumOrder
+    ) -> PartLinear:
+        return self._torch.pack_part(weight, dtype, order)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return None

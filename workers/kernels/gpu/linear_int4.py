@@ -34,20 +34,21 @@ class GpuLinearInt4:
     minima: torch.Tensor
     bias: torch.Tensor | None  # (out,)
     in_features: int
+    offset: int  # codes before the first input, of which the weights have whole groups
     out_dtype: torch.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out)."""
         assert x.shape[-1] == self.in_features, (x.shape, self.in_features)
         out_features = self.packed.shape[0]
-        rows = dense_rows(x)
+        rows = dense_rows(F.pad(x, (self.offset, 0)) if self.offset else x)
         out = torch.empty((*x.shape[:-1], out_features), dtype=self.out_dtype, device=x.device)
         if out.numel():
             num_rows = rows.shape[0]
             tiles = _FEW if num_rows <= _FEW_ROWS else _MANY
             _product[grid_of(num_rows, out_features, tiles)](
                 *(rows, self.packed, self.scales, self.minima, self.bias, out),
-                *(num_rows, out_features, self.in_features),
+                *(num_rows, out_features, rows.shape[1]),
                 *(rows.stride(0), self.packed.stride(0), self.scales.stride(0)),
                 *(tiles.rows, tiles.columns, GROUP, _SWIZZLE),
                 num_warps=tiles.num_warps,
@@ -60,7 +61,8 @@ def pack_int4(weight: QuantizedWeight, bias: torch.Tensor | None, out_dtype: tor
     """Two codes a byte; inputs are filled up to whole steps with weights of 0."""
     assert weight.minima is not None, "int8 codes"
     out_features, in_features = weight.codes.shape
-    codes = F.pad(weight.codes, (0, -in_features % _STEP)).view(out_features, -1, 2, GROUP)
+    end = weight.offset + in_features
+    codes = F.pad(weight.codes, (weight.offset, -end % _STEP)).view(out_features, -1, 2, GROUP)
     groups = codes.shape[1] * 2
     missing = (0, groups - weight.scales.shape[1])
     return GpuLinearInt4(
@@ -69,6 +71,7 @@ def pack_int4(weight: QuantizedWeight, bias: torch.Tensor | None, out_dtype: tor
         minima=F.pad(weight.minima, missing).contiguous(),
         bias=bias,
         in_features=in_features,
+        offset=weight.offset,
         out_dtype=out_dtype,
     )
 

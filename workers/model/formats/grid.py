@@ -9,6 +9,8 @@ import torch
 from workers.kernels import QuantizedWeight
 from workers.kernels.quantized import GROUP
 
+_LARGEST_ZERO = 15  # of 4 bits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridWeight:
@@ -18,7 +20,8 @@ class GridWeight:
     scales: torch.Tensor  # (out, groups), as stored: half precision or more
     zeros: torch.Tensor  # (out, groups) uint8
     group_of: torch.Tensor  # (in,) int64: the group of each input
-    bits: int
+    first_input: int  # of the part, in the matrix
+    can_keep: bool  # whether INT4 holds the whole matrix: see `can_keep` below
 
     def values(self) -> torch.Tensor:
         """(out, in) float32."""
@@ -30,21 +33,31 @@ class GridWeight:
 
         Scales come over exactly, minima (-scale * zero) as the nearest in half precision: exactly where the
         zero is a power of two, as in symmetric grids, else with an error of at most 1/128 of a step.
-        It cannot be with more bits, where inputs that are neighbours belong to different groups, where a rank
-        begins inside a group of ours, or with scales that half precision does not hold.
         """
-        if self.bits != 4 or (firsts := self._groups_of_32()) is None:
+        if not self.can_keep:
             return None
-        scales = self.scales.half()
+        offset = self.first_input % GROUP
+        firsts = self.group_of[[max(0, at - offset) for at in range(0, offset + len(self.group_of), GROUP)]]
         minima = (-self.scales.float() * self.zeros.float()).half()
-        if not bool((scales.float() == self.scales.float()).all() and minima.isfinite().all()):
-            return None
         return QuantizedWeight(
-            codes=self.codes, scales=scales[:, firsts].contiguous(), minima=minima[:, firsts].contiguous()
+            codes=self.codes,
+            scales=self.scales.half()[:, firsts].contiguous(),
+            minima=minima[:, firsts].contiguous(),
+            offset=offset,
         )
 
-    def _groups_of_32(self) -> torch.Tensor | None:
-        """The group of every 32 inputs, (in / 32,), where all of them share one."""
-        padding = self.group_of[-1:].expand(-self.group_of.shape[0] % GROUP)
-        windows = torch.cat((self.group_of, padding)).view(-1, GROUP)
-        return windows[:, 0] if bool((windows == windows[:, :1]).all()) else None
+
+def can_keep(scales: torch.Tensor, group_of: torch.Tensor, bits: int) -> bool:
+    """Whether INT4 holds a matrix with these scales, of any shape, and groups of its inputs, (in,).
+
+    It does not with more bits, where inputs that are neighbours belong to different groups, or with scales
+    that half precision does not hold. Asked of the whole matrix, so that all ranks hold their parts alike.
+    """
+    padded = torch.cat((group_of, group_of[-1:].expand(-len(group_of) % GROUP))).view(-1, GROUP)
+    lowest = scales.float().abs().amax() * _LARGEST_ZERO
+    return (
+        bits == 4
+        and bool((padded == padded[:, :1]).all())
+        and bool((scales.half().float() == scales.float()).all())
+        and bool(lowest.half().isfinite())
+    )

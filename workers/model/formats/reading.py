@@ -11,7 +11,7 @@ import torch
 from workers.kernels import QuantizedWeight
 from workers.kernels.quantized import GROUP
 from workers.model.errors import CheckpointError
-from workers.model.formats.grid import GridWeight
+from workers.model.formats.grid import GridWeight, can_keep
 from workers.model.formats.layouts import AwqLayout, Entries, Fp8Layout, GptqLayout, Layout, TandemLayout
 from workers.model.formats.packed_codes import (
     AWQ_NIBBLES,
@@ -44,6 +44,7 @@ class Span:
 
     outputs: range
     inputs: range
+    num_inputs: int  # of the matrix
 
 
 def read_part(layout: Layout, stem: str, span: Span, read: Read, entries: Entries) -> StoredWeight:
@@ -64,43 +65,52 @@ def _gptq(layout: GptqLayout, stem: str, span: Span, read: Read, entries: Entrie
     per, outputs, inputs = layout.per, span.outputs, span.inputs
     num_groups = entries[f"{stem}.scales"].shape[0]
     if f"{stem}.g_idx" in entries:
-        group_of = read(f"{stem}.g_idx", inputs, None).long()
-        if group_of.numel() and not 0 <= int(group_of.min()) <= int(group_of.max()) < num_groups:
+        all_groups = read(f"{stem}.g_idx", None, None).long()
+        if all_groups.numel() and not 0 <= int(all_groups.min()) <= int(all_groups.max()) < num_groups:
             raise CheckpointError(f"{stem}.g_idx names groups outside of 0 to {num_groups - 1}")
     else:
-        group_of = _even_groups(inputs, layout.group_size)
+        all_groups = _even_groups(range(span.num_inputs), layout.group_size)
+    is_kept = can_keep(read(f"{stem}.scales", None, None), all_groups, layout.bits)
     rows, columns = touching(inputs, per), touching(outputs, per)
     packed = read(f"{stem}.qweight", rows, outputs)
     codes = unpack_rows(packed, layout.bits)[inside(inputs, per)]
-    groups, group_of = _used(group_of)
+    groups, group_of = _used(all_groups[inputs.start : inputs.stop])
     stored = read(f"{stem}.qzeros", groups, columns)
     zeros = unpack_columns(stored, layout.bits)[:, inside(outputs, per)]
     zeros = (zeros.to(torch.int16) + layout.zero_offset & ((1 << layout.bits) - 1)).to(torch.uint8)
     scales = read(f"{stem}.scales", groups, outputs)
-    return _grid(codes, scales, zeros, group_of, layout.bits)
+    return _grid(codes, scales, zeros, group_of, inputs.start, is_kept)
 
 
 def _awq(layout: AwqLayout, stem: str, span: Span, read: Read) -> GridWeight:
     outputs, inputs = span.outputs, span.inputs
     columns, mine = touching(outputs, layout.per), inside(outputs, layout.per)
-    groups, group_of = _used(_even_groups(inputs, layout.group_size))
+    all_groups = _even_groups(range(span.num_inputs), layout.group_size)
+    is_kept = can_keep(read(f"{stem}.scales", None, None), all_groups, 4)
+    groups, group_of = _used(all_groups[inputs.start : inputs.stop])
     packed = read(f"{stem}.qweight", inputs, columns)
     stored = read(f"{stem}.qzeros", groups, columns)
     scales = read(f"{stem}.scales", groups, outputs)
     codes, zeros = (unpack_columns(part, 4, AWQ_NIBBLES)[:, mine] for part in (packed, stored))
-    return _grid(codes, scales, zeros, group_of, 4)
+    return _grid(codes, scales, zeros, group_of, inputs.start, is_kept)
 
 
 def _grid(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_of: torch.Tensor, bits: int
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group_of: torch.Tensor,
+    first_input: int,
+    is_kept: bool,
 ) -> GridWeight:
-    """All given as (inputs or groups, outputs), as the files have them."""
+    """Codes, scales and zeros as (inputs or groups, outputs), as the files have them."""
     return GridWeight(
         codes=codes.T.contiguous(),
         scales=scales.T.contiguous(),
         zeros=zeros.T.contiguous(),
         group_of=group_of,
-        bits=bits,
+        first_input=first_input,
+        can_keep=is_kept,
     )
 
 
@@ -149,8 +159,8 @@ def _fp8(layout: Fp8Layout, stem: str, span: Span, read: Read, entries: Entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Int8:
-    """A weight in the kernels' INT8."""
+class _Coded:
+    """A weight in one of the kernels' forms."""
 
     weight: QuantizedWeight
 
@@ -161,36 +171,17 @@ class _Int8:
         return self.weight
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Int4:
-    """A part of a weight in the kernels' INT4; groups are counted from the first input of the matrix."""
-
-    codes: torch.Tensor  # (out, in) uint8
-    scales: torch.Tensor  # (out, groups that the inputs touch) float16
-    minima: torch.Tensor
-    inputs: range
-
-    def values(self) -> torch.Tensor:
-        group_of = torch.arange(self.inputs.start, self.inputs.stop) // GROUP - self.inputs.start // GROUP
-        scales, minima = self.scales.float()[:, group_of], self.minima.float()[:, group_of]
-        return self.codes.float().mul_(scales).add_(minima)
-
-    def kept(self) -> QuantizedWeight | None:
-        if self.inputs.start % GROUP:
-            return None
-        return QuantizedWeight(codes=self.codes, scales=self.scales, minima=self.minima)
-
-
 def _tandem(stem: str, span: Span, read: Read, entries: Entries) -> StoredWeight:
     outputs, inputs = span.outputs, span.inputs
     if f"{stem}.minima" not in entries:
         codes, scales = read(f"{stem}.codes", outputs, inputs), read(f"{stem}.scales", outputs, None)
-        return _Int8(weight=QuantizedWeight(codes=codes, scales=scales, minima=None))
+        return _Coded(weight=QuantizedWeight(codes=codes, scales=scales, minima=None))
     packed = read(f"{stem}.codes", outputs, touching(inputs, 2))
     groups = touching(inputs, GROUP)
-    return _Int4(
+    weight = QuantizedWeight(
         codes=unpack_nibbles(packed)[:, inside(inputs, 2)].contiguous(),
         scales=read(f"{stem}.scales", outputs, groups),
         minima=read(f"{stem}.minima", outputs, groups),
-        inputs=inputs,
+        offset=inputs.start % GROUP,
     )
+    return _Coded(weight=weight)
