@@ -13,9 +13,9 @@ from benchmarks.gpu_check.findings import figure, target
 from benchmarks.gpu_check.rival import Rival
 from benchmarks.gpu_check.settings import Settings
 from workers.engine.work import ModelWork
-from workers.kernels import Quantization
 from workers.model.checkpoint import Checkpoint
-from workers.runtime.model_work import WeightForms, model_work
+from workers.runtime.model_work import model_work
+from workers.weight_forms import WeightForms
 
 _LEAST_SHARE = {1: 0.8, 32: 0.8, 128: 0.7}  # of the roof, by batch
 _LEAST_PREFILL = {2048: 0.6}  # of the matrix rate, by tokens
@@ -44,7 +44,7 @@ def measure_speed(folder: str, driver: Driver, rival: Rival, settings: Settings)
     work = model_work(
         Checkpoint(folder).spec,
         getattr(torch, settings.dtype),
-        WeightForms(Quantization.NONE, Quantization.NONE),
+        WeightForms(),
         kv_bytes_per_token=facts.kv_bytes_per_block // facts.block_size,
     )
     for batch in settings.batches:

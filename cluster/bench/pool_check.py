@@ -22,10 +22,12 @@ def pool_row(folder: Path, settings: EngineSettings, found: Mapping[str, Any]) -
     Raises DoesNotFit.
     """
     model = find_model(str(folder))
+    dtype = "float32" if settings.dtype == "float32" else "bfloat16"
     shape = Shape(
         context=model.spec.max_model_len,
-        dtype="float32" if settings.dtype == "float32" else "bfloat16",
+        dtype=dtype,
         quantization=settings.quantization,
+        forms=model.forms(settings.quantization, dtype),
         tensor_parallel=settings.tensor_parallel,
         cache=CacheConfig(max_bytes=settings.max_bytes, block_size=found["block_size"]),
         schedule=ScheduleConfig(max_running=settings.max_running, max_step_tokens=settings.max_step_tokens),

@@ -28,10 +28,11 @@ _ROOF_SAMPLES = 3  # before each batch, a tenth of a second each
 def sweep(order: SweepOrder, report: Callable[[str], None]) -> dict[str, Any]:
     """A finished report as plain data. Batches that the pool cannot hold at once still run, in turns."""
     report(f"loading {order.engine.model}")
-    spec = Checkpoint(order.engine.model).spec
+    checkpoint = Checkpoint(order.engine.model)
     with open_engine(order.engine) as engine:
         found = engine.facts
-        load = Load.of(spec, dtype=found.dtype, quantization=order.engine.quantization)
+        forms = checkpoint.forms(order.engine.quantization, found.dtype)
+        load = Load.of(checkpoint.spec, dtype=found.dtype, forms=forms)
         meter = roof_meter(found.device)
         prompts = Prompts(found.limits.vocab_size)
         engine.run(prompts.take(2, 32), 4)  # memory and code are touched once, untimed

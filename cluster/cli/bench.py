@@ -83,7 +83,7 @@ def calibrate(
         settings = EngineSettings(
             model=str(folder),
             dtype=dtype,
-            quantization=_form_of(folder, quantization, dtype),
+            quantization=_setting_of(folder, quantization),
             tensor_parallel=tensor_parallel,
         )
         order = CalibrateOrder(engine=settings, seconds=seconds)
@@ -129,7 +129,7 @@ def sweep(
         settings = EngineSettings(
             model=str(folder),
             dtype=dtype,
-            quantization=_form_of(folder, quantization, dtype),
+            quantization=_setting_of(folder, quantization),
             tensor_parallel=tensor_parallel,
             max_running=max(sizes),
             max_step_tokens=max(512, *sizes),
@@ -192,15 +192,15 @@ def _check_fit(folder: Path, dtype: str, *, prompt: int = 1, output: int = 1, ra
         )
 
 
-def _form_of(folder: Path, quantization: str, dtype: str) -> str:
-    """`--quantization` without `auto`. Raises UsageError, and CommandFailed for a folder that cannot be
-    opened."""
+def _setting_of(folder: Path, quantization: str) -> str:
+    """`--quantization`, without `auto` where that is the same as `none`. Raises UsageError, and CommandFailed
+    for a folder that cannot be opened."""
     if quantization not in _QUANTIZATIONS:
         raise UsageError(f"--quantization {quantization!r}: it is one of {', '.join(_QUANTIZATIONS)}")
     if quantization != "auto":
         return quantization
     try:
-        return Checkpoint(folder).forms(quantization, dtype).layers
+        return Checkpoint(folder).quantization(quantization)
     except CheckpointError as error:
         raise CommandFailed(str(error)) from error
 

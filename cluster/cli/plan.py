@@ -129,11 +129,12 @@ def plan(
             shape = Shape(
                 context=context,
                 dtype=dtype,
-                quantization=found.quantization(quantization, dtype),
+                quantization=found.quantization(quantization),
                 cache=CacheConfig(block_size=block_size, dtype=kv_dtype),
                 schedule=ScheduleConfig(max_running=max_running, max_step_tokens=step_tokens),
             )
             _check_shape(found, shape)
+            shape = replace(shape, forms=found.forms(quantization, dtype))
             planned_device, speed = find_speed(found, device.lower(), shape, efficiency)
             if tensor_parallel is not None:
                 check_tensor_parallel(found.spec, tensor_parallel)

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from workers.model.architecture import ExpertsSpec, ModelSpec
 from workers.model.expected import expected_tensors
 from workers.runtime.pool_size import bytes_per_block
+from workers.weight_forms import GROUP, Quantization, WeightForms
 
-INT4_GROUP = 32  # as workers.kernels.quantized.GROUP: inputs that share a scale and a minimum
+PLAIN = WeightForms()
 _SCALE_BYTES = 4  # of INT8, one float32 an output; of INT4, scale and minimum of a group, half precision each
 
 
@@ -47,20 +48,20 @@ def weight_bytes(
     *,
     is_tied: bool,
     element_bytes: int = 2,
-    quantization: str = "none",
+    forms: WeightForms = PLAIN,
     rank: int = 0,
     tensor_parallel: int = 1,
 ) -> int:
     """What a rank keeps of the weights. Embedding and norms stay in the model's dtype; of quantized models
     the layers' matrices and the head are smaller, with their scales, and a tied head stands beside its
     embedding."""
-    if quantization == "none" and tensor_parallel == 1:
+    if forms == PLAIN and tensor_parallel == 1:
         return num_parameters(spec, is_tied=is_tied) * element_bytes
     vocab = len(spec.vocab_of_rank(rank, tensor_parallel))
-    matrices = _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, quantization)
+    matrices = _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, forms.layers)
     embedding = vocab * spec.hidden_size * element_bytes
-    head = matrix_bytes(vocab, spec.hidden_size, element_bytes, _of_head(quantization))
-    is_shared = is_tied and quantization == "none"
+    head = matrix_bytes(vocab, spec.hidden_size, element_bytes, forms.head)
+    is_shared = is_tied and forms.head is Quantization.NONE
     return matrices + embedding + (0 if is_shared else head) + _small_parameters(spec) * element_bytes
 
 
@@ -68,44 +69,39 @@ def read_bytes(
     spec: ModelSpec,
     *,
     element_bytes: int = 2,
-    quantization: str = "none",
+    forms: WeightForms = PLAIN,
     rank: int = 0,
     tensor_parallel: int = 1,
 ) -> int:
     """What a rank reads of the weights in a step of many tokens: all matrices and the head once, of the
     embedding next to nothing."""
     vocab = len(spec.vocab_of_rank(rank, tensor_parallel))
-    head = matrix_bytes(vocab, spec.hidden_size, element_bytes, _of_head(quantization))
-    return _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, quantization) + head
+    head = matrix_bytes(vocab, spec.hidden_size, element_bytes, forms.head)
+    return _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, forms.layers) + head
 
 
-def idle_bytes(spec: ModelSpec, tokens: int, *, element_bytes: int = 2, quantization: str = "none") -> float:
+def idle_bytes(spec: ModelSpec, tokens: int, *, element_bytes: int = 2, forms: WeightForms = PLAIN) -> float:
     """Of `read_bytes` those of experts that no row of a step of so many tokens goes through: the share
     (1 - k/E)^tokens of them, when each token's choice is as good as random."""
     return sum(
         (1 - experts.per_token / experts.count) ** tokens
-        * _bytes_of(_of_experts(spec, experts, experts.count), element_bytes, quantization)
+        * _bytes_of(_of_experts(spec, experts, experts.count), element_bytes, forms.layers)
         for experts in spec.experts
         if experts is not None
     )
 
 
-def _of_head(quantization: str) -> str:
-    """As `workers.kernels.quantized.Quantization.of_head`."""
-    return "int8" if quantization == "int4" else quantization
-
-
-def matrix_bytes(outputs: int, inputs: int, element_bytes: int, quantization: str) -> int:
+def matrix_bytes(outputs: int, inputs: int, element_bytes: int, form: Quantization) -> int:
     """One weight matrix in memory, as `workers.kernels.quantized` describes the forms."""
-    match quantization:
-        case "none":
+    match form:
+        case Quantization.NONE:
             return outputs * inputs * element_bytes
-        case "int8":
+        case Quantization.INT8:
             return outputs * (inputs + _SCALE_BYTES)
-        case "int4":
-            groups = -(-inputs // INT4_GROUP)
+        case Quantization.INT4:
+            groups = -(-inputs // GROUP)
             return outputs * (-(-inputs // 2) + groups * _SCALE_BYTES)
-    raise ValueError(f"quantization {quantization!r}: it is none, int8 or int4")
+    raise ValueError(f"{form} is a choice for loading, not a form")
 
 
 def kv_bytes_per_token(
@@ -194,10 +190,9 @@ def _of_experts(spec: ModelSpec, experts: ExpertsSpec, count: int) -> list[_Matr
     ]
 
 
-def _bytes_of(matrices: list[_Matrices], element_bytes: int, quantization: str) -> int:
+def _bytes_of(matrices: list[_Matrices], element_bytes: int, form: Quantization) -> int:
     return sum(
-        found.number * matrix_bytes(found.outputs, found.inputs, element_bytes, quantization)
-        for found in matrices
+        found.number * matrix_bytes(found.outputs, found.inputs, element_bytes, form) for found in matrices
     )
 
 

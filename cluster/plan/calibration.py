@@ -48,7 +48,7 @@ def default_root() -> Path:
 
 def calibration_file(model_hash: str, dtype: str, quantization: str, root: Path | None = None) -> Path:
     """Of this machine. The hash already tells quantized weights apart; the name says it for people."""
-    form = dtype if quantization == "none" else quantization
+    form = f"{dtype}-auto" if quantization == "auto" else dtype if quantization == "none" else quantization
     return (root or default_root()) / f"{machine_key()}-{form}-{model_hash[:_HASH_DIGITS]}.json"
 
 

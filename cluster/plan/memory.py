@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.figures.number_formats import element_bytes
-from cluster.plan.arithmetic import kv_bytes_per_token, weight_bytes
+from cluster.plan.arithmetic import PLAIN, kv_bytes_per_token, weight_bytes
 from cluster.plan.devices import Device
 from cluster.plan.models import PlannedModel
 from workers.config import CacheConfig, ScheduleConfig
 from workers.kv_format import INT8, NUMBER_BYTES, SCALE_BYTES, kv_dtype
 from workers.runtime.errors import PoolTooSmall
 from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
+from workers.weight_forms import Quantization, WeightForms
 
 _KEPT_LOGIT_ROWS = 128  # as workers.kernels.memory.MAX_KEPT_ROWS; logits are float32
 
@@ -35,7 +36,8 @@ class Shape:
 
     context: int = 2048  # longest context of a request, tokens
     dtype: str = "bfloat16"
-    quantization: str = "none"
+    quantization: str = "none"  # as `model.quantization`
+    forms: WeightForms = PLAIN  # what that makes of the model
     tensor_parallel: int = 1
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -167,10 +169,14 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
         spec,
         is_tied=model.is_tied,
         element_bytes=element,
-        quantization=shape.quantization,
+        forms=shape.forms,
         tensor_parallel=size,
     )
-    bits = {"none": f"{element} B", "int8": "1 B + scales", "int4": "5 bits"}[shape.quantization]
+    bits = {
+        Quantization.NONE: f"{element} B",
+        Quantization.INT8: "1 B + scales",
+        Quantization.INT4: "5 bits",
+    }[shape.forms.layers]
     whole = f"{model.num_parameters:,} parameters x {bits}"
     queries, keys = len(spec.q_heads_of_rank(0, size)), len(spec.kv_heads_of_rank(0, size))
     vocab, experts = len(spec.vocab_of_rank(0, size)), [found for found in spec.experts if found is not None]
@@ -185,7 +191,7 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
     turning = sum(rotary.dim for rotary in spec.rotaries)
     turns = spec.max_model_len * turning * 4
     head_copy = 0
-    if not device.is_gpu and model.is_tied and shape.quantization == "none":
+    if not device.is_gpu and model.is_tied and shape.forms.head is Quantization.NONE:
         head_copy = vocab * spec.hidden_size * element
     parts = [
         MemoryPart(name="reserve", num_bytes=device.reserve_bytes, formula="driver and libraries"),

@@ -12,6 +12,7 @@ from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.files import read_json
 from workers.model.spec import spec_from_config
+from workers.weight_forms import Quantization, WeightForms
 
 # Published configs, as far as memory and speed depend on them.
 _LLAMA_2_7B: dict[str, object] = {
@@ -90,11 +91,17 @@ class PlannedModel:
         """That a token goes through: of the experts of a layer only some."""
         return active_parameters(self.spec, is_tied=self.is_tied)
 
-    def quantization(self, setting: str, dtype: str) -> str:
-        """`model.quantization` without `auto`, of a model that computes in `dtype`."""
+    def quantization(self, setting: str) -> str:
+        """`model.quantization`, without `auto` where that is the same as `none`."""
         if self.checkpoint is None:
             return "none" if setting == "auto" else setting
-        return self.checkpoint.forms(setting, dtype).layers
+        return self.checkpoint.quantization(setting)
+
+    def forms(self, setting: str, dtype: str) -> WeightForms:
+        """What that makes of the model, computing in `dtype`."""
+        if self.checkpoint is None:
+            return WeightForms.made(Quantization(self.quantization(setting)))
+        return self.checkpoint.forms(setting, dtype)
 
     def model_hash(self, quantization: str) -> str | None:
         """Under which a calibration is kept; None without weights."""

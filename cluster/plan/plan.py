@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from cluster.figures.words import counted
 from cluster.plan import textbook
-from cluster.plan.arithmetic import kv_bytes_per_token
+from cluster.plan.arithmetic import PLAIN, kv_bytes_per_token
 from cluster.plan.calibration import SHIPPED_PARAMETERS, find_calibration, machine_roofs
 from cluster.plan.demand import Demand, Targets
 from cluster.plan.devices import THIS_MACHINE, Device, Roofs, find_device, in_float32, this_machine
@@ -94,8 +94,7 @@ def find_speed(
 
 def _is_shipped(model: PlannedModel, shape: Shape) -> bool:
     """Whether the shipped step cost is of this model."""
-    form = (model.num_parameters, shape.dtype, shape.quantization)
-    return form == (SHIPPED_PARAMETERS, "bfloat16", "none")
+    return (model.num_parameters, shape.dtype, shape.forms) == (SHIPPED_PARAMETERS, "bfloat16", PLAIN)
 
 
 def make_plan(
@@ -215,7 +214,7 @@ def propose(
 
 def load_of(model: PlannedModel, shape: Shape) -> Load:
     """The model as it is to run."""
-    return Load.of(model.spec, dtype=shape.dtype, cache=shape.cache.dtype, quantization=shape.quantization)
+    return Load.of(model.spec, dtype=shape.dtype, cache=shape.cache.dtype, forms=shape.forms)
 
 
 def split_cost(model: PlannedModel, device: Device, speed: Speed, shape: Shape) -> StepCost:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from cluster.figures.number_formats import element_bytes
 from cluster.figures.step_cost import StepCost
 from cluster.plan.arithmetic import (
+    PLAIN,
     attended_pairs,
     attended_tokens,
     head_flop,
@@ -26,6 +27,7 @@ from cluster.plan.arithmetic import (
 from cluster.plan.devices import Device, Roofs
 from workers.kv_format import kv_dtype
 from workers.model.architecture import ModelSpec
+from workers.weight_forms import Quantization, WeightForms
 
 _QUANTIZED_SPEEDUP = 2.0  # an instruction of 8-bit products has twice as many as one of bfloat16
 
@@ -58,26 +60,26 @@ class Load:
     weight_bytes: float  # read once a step of many tokens
     kv_bytes: int  # of a token
     element_bytes: int = 2  # of weights that are not quantized
-    quantization: str = "none"
+    forms: WeightForms = PLAIN
     speedup: float = 1.0  # of products with weights over bfloat16 ones; attention is not quantized
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, *, dtype: str = "bfloat16", cache: str = "auto", quantization: str = "none"
+        cls, spec: ModelSpec, *, dtype: str = "bfloat16", cache: str = "auto", forms: WeightForms = PLAIN
     ) -> Load:
         """dtype: as `model.dtype`, of weights that are not quantized; cache: as `cache.dtype`."""
         return cls(
             spec=spec,
-            weight_bytes=read_bytes(spec, element_bytes=element_bytes(dtype), quantization=quantization),
+            weight_bytes=read_bytes(spec, element_bytes=element_bytes(dtype), forms=forms),
             kv_bytes=kv_bytes_per_token(spec, dtype=kv_dtype(cache, dtype)),
             element_bytes=element_bytes(dtype),
-            quantization=quantization,
-            speedup=1.0 if quantization == "none" else _QUANTIZED_SPEEDUP,
+            forms=forms,
+            speedup=1.0 if forms.layers is Quantization.NONE else _QUANTIZED_SPEEDUP,
         )
 
     def read_weight_bytes(self, tokens: int) -> float:
         """In a step of so many tokens."""
-        idle = idle_bytes(self.spec, tokens, element_bytes=self.element_bytes, quantization=self.quantization)
+        idle = idle_bytes(self.spec, tokens, element_bytes=self.element_bytes, forms=self.forms)
         return self.weight_bytes - idle
 
     def decode(self, batch: int, context: int) -> Work:

@@ -50,7 +50,7 @@ def test_values_are_those_of_a_start_that_quantizes(
     source = family_folder(name)
     out = quantized(source, form, tmp_path / "out")
     made = Checkpoint(out)
-    assert made.kept == (form.value, "int8") and not made.is_tied
+    assert made.kept == (form, Quantization.INT8) and not made.is_tied
     wanted = logits_of(paged_model(source, quantization=form), TEXT)
     found = logits_of(paged_model(out, quantization=Quantization.AUTO), TEXT)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
@@ -191,7 +191,10 @@ def test_only_a_new_or_an_empty_folder_is_written(family_folder: Folders, tmp_pa
     empty.mkdir()
     full.mkdir()
     (full / "mine").write_text("kept")
-    assert Checkpoint(quantized(source, Quantization.INT8, empty)).kept == ("int8", "int8")
+    assert Checkpoint(quantized(source, Quantization.INT8, empty)).kept == (
+        Quantization.INT8,
+        Quantization.INT8,
+    )
     with pytest.raises(FileExistsError, match="full exists and is not an empty folder"):
         quantized(source, Quantization.INT8, full)
     with pytest.raises(FileNotFoundError, match="there is no folder"):

@@ -218,13 +218,15 @@ def test_auto_is_none_where_nothing_is_in_few_bits(made: Maker, family_folder: C
 
 
 def test_forms_in_which_weights_are_held(made: Maker, family_folder: Callable[[str], Path]) -> None:
+    """Of a head, too: GPTQ and AWQ mostly leave it as it is."""
     plain, awq = Checkpoint(family_folder("llama")), Checkpoint(made("llama", "awq").folder)
     settings = ("auto", "none", "int8", "int4")
-    explicit = [("none", "none"), ("int8", "int8"), ("int4", "int8")]
+    none, int8, int4 = Quantization.NONE, Quantization.INT8, Quantization.INT4
+    explicit = [(none, none), (int8, int8), (int4, int8)]
     for dtype in ("bfloat16", "float32"):
-        assert [plain.forms(setting, dtype) for setting in settings] == [("none", "none"), *explicit]
-    assert [awq.forms(setting, "bfloat16") for setting in settings] == [("int4", "none"), *explicit]
-    assert [awq.forms(setting, "float32") for setting in settings] == [("none", "none"), *explicit]
+        assert [plain.forms(setting, dtype) for setting in settings] == [(none, none), *explicit]
+    assert [awq.forms(setting, "bfloat16") for setting in settings] == [(int4, none), *explicit]
+    assert [awq.forms(setting, "float32") for setting in settings] == [(none, none), *explicit]
 
 
 def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:

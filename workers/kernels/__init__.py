@@ -19,7 +19,7 @@ from workers.kernels.library import Library
 from workers.kernels.memory import KeptRows
 from workers.kernels.order import NodeOrder, SumOrder, balanced, divide, one_leaf
 from workers.kernels.paged_cache import CacheForm, LayerCache, PagedCache
-from workers.kernels.quantized import Quantization, QuantizedWeight
+from workers.kernels.quantized import QuantizedWeight
 from workers.kernels.reference import TorchKernels
 from workers.kernels.step_message import (
     MAX_LOGIT_ROWS,
@@ -32,6 +32,7 @@ from workers.kernels.step_message import (
     passes,
     unpack,
 )
+from workers.weight_forms import Quantization
 
 __all__ = [
     "MAX_LOGIT_ROWS",

@@ -22,8 +22,9 @@ from workers.kernels.collective import SharedCollective
 from workers.kernels.draw import Draw
 from workers.kernels.order import NodeOrder, SumOrder
 from workers.kernels.paged_cache import LayerCache, PagedCache
-from workers.kernels.quantized import Quantization, QuantizedWeight
+from workers.kernels.quantized import QuantizedWeight
 from workers.kernels.step_message import StepMessage
+from workers.weight_forms import Quantization
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, both (positions, half) float32
 

@@ -18,8 +18,9 @@ from workers.kernels.order import SumOrder
 from workers.kernels.packed import can_pack, dense_rows, pack
 from workers.kernels.packed_quantized import can_pack_quantized, pack_quantized
 from workers.kernels.paged_cache import LayerCache
-from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
+from workers.kernels.quantized import QuantizedWeight, quantize
 from workers.kernels.reference import TorchKernels
+from workers.weight_forms import Quantization
 
 
 class CpuKernels:

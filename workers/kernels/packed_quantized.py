@@ -18,7 +18,8 @@ from workers.kernels.library import Library
 from workers.kernels.memory import HugeMemory
 from workers.kernels.order import SumOrder, native_leaves, one_leaf
 from workers.kernels.packed import NativeLinear, WeightFormat, can_pack
-from workers.kernels.quantized import GROUP, Quantization, QuantizedWeight
+from workers.kernels.quantized import QuantizedWeight
+from workers.weight_forms import GROUP, Quantization
 
 FORMATS = {Quantization.INT8: WeightFormat.INT8, Quantization.INT4: WeightFormat.INT4}
 

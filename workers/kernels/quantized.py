@@ -13,27 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 import torch.nn.functional as F
 
-GROUP = 32  # inputs that share a scale and a minimum in INT4
+from workers.weight_forms import GROUP, Quantization
+
 _CHUNK = 1 << 15  # elements quantized at once: they stay in the second-level cache, and on one thread
-
-
-class Quantization(Enum):
-    """Storage of the weights of linear layers."""
-
-    NONE = "none"  # in the model's dtype
-    INT8 = "int8"
-    INT4 = "int4"
-    AUTO = "auto"  # each matrix as the checkpoint stores it; a choice for loading, not a form of its own
-
-    @property
-    def of_head(self) -> Quantization:
-        """How the head is kept. It is felt most: 4 bits there alone raise SmolLM2's perplexity by 5 %."""
-        return Quantization.INT8 if self is Quantization.INT4 else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from workers.kernels.draw import NOT_FINITE, Draw, draw_ids
 from workers.kernels.interface import FusedStep, PackedLinear, PartLinear, StepModel
 from workers.kernels.order import SumOrder
 from workers.kernels.paged_cache import LayerCache, dequantize_rows, quantize_rows
-from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
+from workers.kernels.quantized import QuantizedWeight, quantize
+from workers.weight_forms import Quantization
 
 MAX_SCORES = 1 << 26  # elements of one padded score tensor; more sequences are taken in turn
 

@@ -20,12 +20,13 @@ from workers.model.expected import expected_tensors
 from workers.model.files import read_json, read_weight_headers
 from workers.model.formats.declared import layout_from_config
 from workers.model.formats.expected import expected_parts, problem_with, stem_in
-from workers.model.formats.layouts import Entries, Kept, Layout
+from workers.model.formats.layouts import Entries, Layout
 from workers.model.lending import DRAFT_TOKEN_IDS, lent_tensors, problem_with_ids
 from workers.model.names import WeightNames
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
 from workers.model.spec import spec_from_config
 from workers.regular_file import open_regular
+from workers.weight_forms import Quantization, WeightForms
 
 _log = logging.getLogger(__name__)
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -97,20 +98,24 @@ class Checkpoint:
         return sum(header.file_bytes for header in self._headers)
 
     @property
-    def kept(self) -> Kept | None:
-        """The forms in which `quantization: auto` holds the weights, as the files have them; None: plain."""
+    def kept(self) -> WeightForms | None:
+        """The forms in which `quantization: auto` holds what the files have in few bits, of the layers and a
+        head; None: plain."""
         return None if self.layout is None else self.layout.kept
 
     def quantization(self, setting: str) -> str:
         """`ModelConfig.quantization` for this checkpoint: `auto` is `none` where nothing is in few bits."""
         return "none" if setting == "auto" and self.kept is None else setting
 
-    def forms(self, setting: str, dtype: str) -> Kept:
+    def forms(self, setting: str, dtype: str) -> WeightForms:
         """In which most of the layers and the head are held under `ModelConfig.quantization`, where the model
         computes in `dtype`. In float32 `auto` holds values (`workers.model.loader`)."""
         if setting != "auto":
-            return Kept(setting, "int8" if setting == "int4" else setting)  # as Quantization.of_head
-        return Kept("none", "none") if self.kept is None or dtype == "float32" else self.kept
+            return WeightForms.made(Quantization(setting))
+        if self.kept is None or dtype == "float32":
+            return WeightForms()
+        has_head = self.stem(self.head_name) is not None  # mostly it is left out
+        return self.kept if has_head else WeightForms(self.kept.layers)
 
     def stem(self, name: str) -> str | None:
         """Of a matrix that a plain checkpoint has as `name`, where this one stores it in few bits."""

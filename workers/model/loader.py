@@ -313,12 +313,12 @@ class _Loader:
         is_wanted = wanted is Quantization.AUTO or (found is not None and found.quantization is wanted)
         return found if is_wanted else None
 
-    def _keeps(self, wanted: Quantization, stored: str) -> bool:
+    def _keeps(self, wanted: Quantization, stored: Quantization) -> bool:
         """Whether codes stay that the files have in the form `stored`. In float32 there is nothing to gain
         from codes that nobody asked for: products take whole values there, and these are exact."""
         if wanted is Quantization.AUTO:
             return self._dtype is not torch.float32
-        return wanted is not Quantization.NONE and wanted.value == stored
+        return wanted is stored
 
     def _vector(
         self, name: str, spans: Sequence[range] | None = None, dtype: torch.dtype | None = None

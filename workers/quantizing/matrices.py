@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from workers.kernels import Quantization, QuantizedWeight
-from workers.kernels.quantized import GROUP, quantize
+from workers.kernels.quantized import quantize
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
 from workers.model.formats.packed_codes import pack_nibbles
 from workers.model.weights import WeightReader
 from workers.quantizing.stream_writer import PlannedTensor, StreamWriter
+from workers.weight_forms import GROUP
 
 _CHUNK = 1 << 23  # elements of a matrix in work at a time: 32 MB of float32
 
@@ -69,7 +70,7 @@ class MatrixQuantizer:
         """(quantized rows, their values in the checkpoint), from the first to the last."""
         checkpoint, outputs = self._checkpoint, self._checkpoint.matrix_shape(name)[0]
         rows = max(1, _CHUNK // checkpoint.matrix_shape(name)[1])
-        has_codes = checkpoint.kept is not None and form.value in checkpoint.kept
+        has_codes = checkpoint.kept is not None and form in checkpoint.kept
         for start in range(0, outputs, rows):
             spans = [range(start, min(start + rows, outputs))]
             values = self._reader.matrix(name, outputs=spans, inputs_first=checkpoint.is_inputs_first(name))

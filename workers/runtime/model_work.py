@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from workers.engine.work import ModelWork
-from workers.kernels import Quantization
 from workers.model.architecture import ModelSpec
+from workers.weight_forms import Quantization, WeightForms
 
 # Bytes of a weight; the scales of INT8, one an output, are left out.
 _BYTES: Final = {Quantization.INT8: 1.0, Quantization.INT4: 0.625}
-
-
-class WeightForms(NamedTuple):
-    """What matrices are held in."""
-
-    layers: Quantization
-    head: Quantization
 
 
 def model_work(

@@ -38,9 +38,10 @@ from workers.runtime.graphs.reserve import Reserve, measure_reserve
 from workers.runtime.handshake import Facts
 from workers.runtime.kv_pool import allocate_pool, free_bytes
 from workers.runtime.medusa import MedusaRunner
-from workers.runtime.model_work import WeightForms, model_work
+from workers.runtime.model_work import model_work
 from workers.runtime.pool_size import FreeMemory, num_blocks_for
 from workers.runtime.runner import ModelRunner
+from workers.weight_forms import WeightForms
 
 _log = logging.getLogger(__name__)
 
@@ -267,8 +268,7 @@ class RankModel:
     def _forms(self) -> WeightForms:
         """What most of the weights are held in."""
         dtype = str(self._dtype).removeprefix("torch.")
-        layers, head = self._checkpoint.forms(self._quantization.value, dtype)
-        return WeightForms(Quantization(layers), Quantization(head))
+        return self._checkpoint.forms(self._quantization.value, dtype)
 
     def _form(self, spec: ModelSpec, rank: int | None = None) -> CacheForm:
         """Of a rank's pool of this model; None: of all its heads. Raises RankConfigError for pages that have

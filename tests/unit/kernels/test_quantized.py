@@ -20,7 +20,8 @@ from workers.kernels import (
 from workers.kernels.native import CpuKernels
 from workers.kernels.packed import NativeLinear
 from workers.kernels.packed_quantized import FORMATS
-from workers.kernels.quantized import GROUP, quantize
+from workers.kernels.quantized import quantize
+from workers.weight_forms import GROUP
 
 FORMS = [Quantization.INT8, Quantization.INT4]
 SHAPES = [(16, 32), (64, 64), (1, 2), (200, 96), (65, 34), (576, 1536), (130, 250)]  # (out, in)

@@ -19,8 +19,9 @@ from workers.kernels.gpu.rotary import rotary_and_write
 from workers.kernels.interface import FusedStep, PackedLinear, PartLinear, StepModel
 from workers.kernels.order import SumOrder
 from workers.kernels.paged_cache import LayerCache
-from workers.kernels.quantized import Quantization, QuantizedWeight, quantize
+from workers.kernels.quantized import QuantizedWeight, quantize
 from workers.kernels.reference import TorchKernels
+from workers.weight_forms import Quantization
 
 
 class GpuKernels:

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from workers.kernels.gpu.linear import Tiles, dense_rows, grid_of, place_of, store_sums
-from workers.kernels.quantized import GROUP, QuantizedWeight
+from workers.kernels.quantized import QuantizedWeight
+from workers.weight_forms import GROUP
 
 _STEP = 2 * GROUP  # inputs
 _FEW = Tiles(rows=64, columns=32, inputs=_STEP, num_warps=4, num_stages=8)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
-from workers.model.formats.layouts import AwqLayout, Fp8Layout, GptqLayout, Kept, Layout, TandemLayout
+from workers.model.formats.layouts import AwqLayout, Fp8Layout, GptqLayout, Layout, TandemLayout
+from workers.weight_forms import Quantization, WeightForms
 
 SECTION = "quantization_config"
 TANDEM = "tandem"
@@ -135,7 +136,7 @@ def _tandem(section: ConfigFields) -> Layout:
     layers, head = section.text("layers"), section.text("head")
     if version != TANDEM_VERSION or layers not in _QUANTIZED or head not in _QUANTIZED:
         raise _refused(f"tandem version {version} with layers {layers[:20]!r} and head {head[:20]!r}")
-    return TandemLayout(forms=Kept(layers, head))
+    return TandemLayout(forms=WeightForms(Quantization(layers), Quantization(head)))
 
 
 def _refused(what: str) -> CheckpointError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.kernels import QuantizedWeight
-from workers.kernels.quantized import GROUP
+from workers.weight_forms import GROUP
 
 _LARGEST_ZERO = 15  # of 4 bits
 

@@ -25,21 +25,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from workers.model.safetensors_header import TensorEntry
+from workers.weight_forms import GROUP, Quantization, WeightForms
 
-GROUP = 32  # as workers.kernels.quantized.GROUP
 FP8 = "F8_E4M3"
 _SCALES = ("F16", "BF16", "F32")
 _FP8_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _AWQ_PER = 8  # codes in an integer
+_CODES_OF_4_BITS = WeightForms(Quantization.INT4, Quantization.INT4)
 
 Entries = Mapping[str, TensorEntry]
-
-
-class Kept(NamedTuple):
-    """The quantizations (values of `model.quantization`) that hold layers and head as they are stored."""
-
-    layers: str
-    head: str
 
 
 class Part(NamedTuple):
@@ -54,8 +48,9 @@ class Layout(Protocol):
     """One of the forms above."""
 
     @property
-    def kept(self) -> Kept | None:
-        """What can be loaded without another rounding; None: no form of few bits."""
+    def kept(self) -> WeightForms | None:
+        """What holds matrices in this form, of the layers and a head, without another rounding; None: no form
+        of few bits."""
         ...
 
     def has(self, stem: str, entries: Entries) -> bool:
@@ -81,8 +76,8 @@ class GptqLayout:
     zero_offset: int  # added to a stored zero
 
     @property
-    def kept(self) -> Kept | None:
-        return Kept("int4", "none") if self.bits == 4 else None
+    def kept(self) -> WeightForms | None:
+        return _CODES_OF_4_BITS if self.bits == 4 else None
 
     @property
     def per(self) -> int:
@@ -115,8 +110,8 @@ class AwqLayout:
     group_size: int | None
 
     @property
-    def kept(self) -> Kept | None:
-        return Kept("int4", "none")
+    def kept(self) -> WeightForms | None:
+        return _CODES_OF_4_BITS
 
     @property
     def per(self) -> int:
@@ -147,7 +142,7 @@ class Fp8Layout:
     block: tuple[int, int] | None  # (outputs, inputs) that share a scale; None: one a matrix or an output
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> WeightForms | None:
         return None
 
     def has(self, stem: str, entries: Entries) -> bool:
@@ -177,10 +172,10 @@ class Fp8Layout:
 class TandemLayout:
     """What `tandem model quantize` writes."""
 
-    forms: Kept
+    forms: WeightForms
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> WeightForms | None:
         return self.forms
 
     def has(self, stem: str, entries: Entries) -> bool:

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 
 from workers.kernels import QuantizedWeight
-from workers.kernels.quantized import GROUP
 from workers.model.errors import CheckpointError
 from workers.model.formats.grid import GridWeight, can_keep
 from workers.model.formats.layouts import AwqLayout, Entries, Fp8Layout, GptqLayout, Layout, TandemLayout
@@ -21,6 +20,7 @@ from workers.model.formats.packed_codes import (
     unpack_nibbles,
     unpack_rows,
 )
+from workers.weight_forms import GROUP
 
 # Of a tensor by name: all of it, some rows, or some columns of some rows.
 Read = Callable[[str, range | None, range | None], torch.Tensor]

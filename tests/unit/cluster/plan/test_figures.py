@@ -1,5 +1,7 @@
 """The well-known figures of inference, to the digits in which people quote them."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -21,8 +23,8 @@ from cluster.plan.memory import Shape, plan_memory
 from cluster.plan.models import REFERENCES, PlannedModel, find_model
 from cluster.plan.roofline import Load
 from cluster.plan.textbook import notes, textbook_figures
-from workers.kernels import Quantization
-from workers.runtime.model_work import WeightForms, model_work
+from workers.runtime.model_work import model_work
+from workers.weight_forms import Quantization, WeightForms
 
 A100 = DEVICES["a100-80g"]
 MIB, GIB = 1 << 20, 1 << 30
@@ -123,12 +125,12 @@ def test_decode_limits(llama: PlannedModel) -> None:
     batch_8 = load.decode(8, 2048)
     assert batch_8.read_bytes == weights + 8 * GIB
     assert 8 / batch_8.seconds(A100) == pytest.approx(8 * 2e12 / (weights + 8 * GIB))
-    int8 = Load.of(llama.spec, quantization="int8")
+    int8 = Load.of(llama.spec, forms=WeightForms.made(Quantization.INT8))
     assert 1.99 < load.weight_bytes / int8.weight_bytes < 2
 
 
 def test_attention_is_not_faster_with_quantized_weights(llama: PlannedModel) -> None:
-    load, int8 = Load.of(llama.spec), Load.of(llama.spec, quantization="int8")
+    load, int8 = Load.of(llama.spec), Load.of(llama.spec, forms=WeightForms.made(Quantization.INT8))
     attention = pair_flop(llama.spec) * attended_pairs(llama.spec, 2048)
     assert int8.prefill(2048).flop == pytest.approx((load.prefill(2048).flop + attention) / 2)
     assert int8.decode(8, 2048).flop == pytest.approx(
@@ -162,14 +164,20 @@ def test_a_window_bounds_what_is_attended_to(mistral: PlannedModel) -> None:
     assert attended_pairs(spec, 1000, cached=5000) == sum(pairs[5000:])
 
 
+def test_a_head_that_a_checkpoint_leaves_as_it_is_counts_as_it_is(llama: PlannedModel) -> None:
+    made, left = WeightForms.made(Quantization.INT4), WeightForms(Quantization.INT4)
+    more = 32_000 * 4_096 * 2 - 32_000 * (4_096 + 4)
+    for counted in (read_bytes, partial(weight_bytes, is_tied=False)):
+        assert counted(llama.spec, forms=left) - counted(llama.spec, forms=made) == more
+
+
 @pytest.mark.parametrize("name", REFERENCES)
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_ranks_share_the_matrices(name: str, quantization: str) -> None:
+@pytest.mark.parametrize("form", ["none", "int8", "int4"])
+def test_ranks_share_the_matrices(name: str, form: str) -> None:
     model = find_model(name)
-    whole = read_bytes(model.spec, quantization=quantization)
-    halves = [
-        read_bytes(model.spec, quantization=quantization, rank=rank, tensor_parallel=2) for rank in (0, 1)
-    ]
+    forms = WeightForms.made(Quantization(form))
+    whole = read_bytes(model.spec, forms=forms)
+    halves = [read_bytes(model.spec, forms=forms, rank=rank, tensor_parallel=2) for rank in (0, 1)]
     # Scales stand once a row or group, so parts of a row repeat some of them.
     assert whole <= sum(halves) < whole * 1.01
     kept = weight_bytes(model.spec, is_tied=model.is_tied, tensor_parallel=2)
@@ -198,7 +206,7 @@ def test_experts_count_where_they_are_used() -> None:
     work = model_work(
         model.spec,
         torch.bfloat16,
-        WeightForms(Quantization.NONE, Quantization.NONE),
+        WeightForms(),
         kv_bytes_per_token=kv,
     )
     assert 20 * work.linear_weights == linear_flop(model.spec, 10)

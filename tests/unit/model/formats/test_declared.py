@@ -6,7 +6,8 @@ import pytest
 
 from workers.model.errors import CheckpointError
 from workers.model.formats.declared import READ, layout_from_config
-from workers.model.formats.layouts import AwqLayout, Fp8Layout, GptqLayout, Kept, TandemLayout
+from workers.model.formats.layouts import AwqLayout, Fp8Layout, GptqLayout, TandemLayout
+from workers.weight_forms import Quantization, WeightForms
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -46,7 +47,7 @@ def test_no_section_is_a_plain_checkpoint() -> None:
         ({**compressed(), "transform_config": {}}, Fp8Layout(block=None)),
         (
             {"quant_method": "tandem", "version": 1, "layers": "int4", "head": "int8"},
-            TandemLayout(forms=Kept("int4", "int8")),
+            TandemLayout(forms=WeightForms(Quantization.INT4, Quantization.INT8)),
         ),
     ],
 )
