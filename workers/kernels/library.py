@@ -45,7 +45,7 @@ class Library:
         self.attention = entry(
             "attention",
             *(FLAG, POINTER, SIZE, POINTER, FLAG, POINTER, POINTER, *[SIZE] * 3),
-            *(POINTER, POINTER, POINTER, POINTER, *[SIZE] * 6, REAL, FLAG),
+            *(POINTER, POINTER, POINTER, POINTER, *[SIZE] * 6, REAL, REAL, FLAG),
         )
         self.silu_mul = entry("silu_mul", FLAG, POINTER, SIZE, POINTER, SIZE, SIZE, FLAG)
         self.gelu_new = entry("gelu_new", FLAG, POINTER, POINTER, SIZE, SIZE, FLAG)

@@ -126,8 +126,6 @@ class CpuKernels:
         soft_cap: float | None = None,
     ) -> torch.Tensor:
         assert q.dtype == self._dtype, (q.dtype, self._dtype)
-        if soft_cap is not None:
-            return self._torch.paged_attention(q, cache, batch, scale, sliding_window, soft_cap)
         q = _heads(q)
         tokens, heads, dim = q.shape
         check_cache(cache, self._dtype)
@@ -147,7 +145,7 @@ class CpuKernels:
                     None if batch.parents is None else batch.parents.data_ptr(),
                 ),
                 *(batch.context_lens.shape[0], batch.block_tables.shape[1], heads, keys.shape[1], dim),
-                *(sliding_window or 0, scale, torch.get_num_threads()),
+                *(sliding_window or 0, scale, soft_cap or 0.0, torch.get_num_threads()),
             )
         return out
 

@@ -135,6 +135,33 @@ def test_paged_attention(
     assert_close(found, REFERENCE.paged_attention(q, cache, batch, dim**-0.5, window))
 
 
+@pytest.mark.parametrize("cap", [0.7, 4.0])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"), [(9, 3, 64, 16), (7, 1, 40, 5), (2, 2, 7, 3)]
+)
+def test_capped_scores(
+    kernels: tuple[Kernels, torch.dtype],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    window: int | None,
+    cap: float,
+) -> None:
+    """As Gemma 2 has them: scores from far below the cap to far beyond it."""
+    own, dtype = kernels
+    for mix in MIXES:
+        batch = make_batch(mix, block_size, 120)
+        cache = make_pool(120, kv_heads, block_size, dim, dtype).layers[1]
+        q = 2 * torch.randn(batch.positions.shape[0], heads, dim)
+        q[::3] /= 100
+        found = own.paged_attention(q.to(dtype), cache, batch, dim**-0.5, window, cap)
+        wanted = REFERENCE.paged_attention(q.to(dtype), cache, batch, dim**-0.5, window, cap)
+        tolerance = 1e-4 if dtype == torch.float32 else 2.5e-2  # larger scores than elsewhere
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
 def test_attention_of_more_heads_than_a_tile(kernels: tuple[Kernels, torch.dtype]) -> None:
     own, dtype = kernels
     batch, pool = make_batch([(0, 3), (20, 1)], 16, 8), make_pool(8, 1, 16, 16, dtype)

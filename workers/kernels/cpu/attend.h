@@ -35,11 +35,19 @@ void find_keys(const A& a, const AttentionTask& task, long base, long end, KeyGr
                                       scales_of(a.cache.v + page, a.cache.block_size, a.d) + offset};
   }
 }
+// Scores (KEYS) of a row become cap * tanh(scale * score / cap).
+inline void cap_scores(float* scores, float scale, float cap) {
+  for (int j = 0; j < KEYS; j++) scores[j] = cap * tanh_(scores[j] * scale / cap);
+}
 // Folds the scores of a group of keys into the rows of a token at `position`.
 template <class Products, class A>
 void soften(const A& a, AttentionScratch& s, long row, long rows, long position, long base, long wide) {
   const long from = a.window ? std::clamp<long>(position - a.window + 1 - base, 0, KEYS) : 0, to = std::clamp<long>(position + 1 - base, 0, KEYS);
-  for (const long end = row + rows; row < end; row++) Products::softmax(s, row, int(from), int(to), a.scale, wide);
+  const float scale = a.cap > 0.f ? 1.f : a.scale;
+  for (const long end = row + rows; row < end; row++) {
+    if (a.cap > 0.f) cap_scores(s.scores + row * KEYS, a.scale, a.cap);
+    Products::softmax(s, row, int(from), int(to), scale, wide);
+  }
 }
 // The last groups of keys of a tree, which each token sees in its own way: its ancestors lie before it as in a sequence.
 template <class Products, class A>

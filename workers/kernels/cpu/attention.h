@@ -28,6 +28,7 @@ template <class T, class S = T> struct Attention {
   const int32_t* parents;  // (T): row of its sequence that each token follows, -1: the first; null: each the one before
   long num_sequences, table_width, heads, kv_heads, d, window;  // window 0: none
   float scale;
+  float cap = 0.f;  // c: scores become c tanh(score / c); 0: they stay
 
   long group() const { return heads / kv_heads; }
   long tile_tokens() const { return std::max(1L, TILE_ROWS / group()); }

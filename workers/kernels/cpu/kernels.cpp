@@ -129,11 +129,11 @@ void tandem_rotary_and_write(int dtype, void* q, long q_stride, const void* k, l
 }
 void tandem_attention(int dtype, const void* q, long q_stride, void* out, int is_int8, void* k_cache, void* v_cache, long block_stride,
                       long head_stride, long block_size, const int32_t* query_starts, const int32_t* context_lens, const int32_t* tables, const int32_t* parents, long num_sequences,
-                      long table_width, long heads, long kv_heads, long d, long window, float scale, int threads) {
+                      long table_width, long heads, long kv_heads, long d, long window, float scale, float cap, int threads) {
   BY_STORAGE(attention(Attention<T, S>{(const T*)q, q_stride, (T*)out,
                                        {(S*)k_cache, (S*)v_cache, block_stride, head_stride, block_size},
                                        query_starts, context_lens, tables, parents, num_sequences, table_width, heads, kv_heads, d,
-                                       window, scale}, threads));
+                                       window, scale, cap}, threads));
 }
 void tandem_silu_mul(int dtype, const void* gate_up, long row_stride, void* out, long rows, long n, int threads) {
   BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) {

@@ -58,6 +58,12 @@ inline float exp_(float x) {
   return x < -87.f ? 0.f : p * scale;
 }
 
+// To about 1e-7 absolute.
+inline float tanh_(float x) {
+  const float e = exp_(x < 0.f ? 2.f * x : -2.f * x), t = (1.f - e) / (1.f + e);
+  return x < 0.f ? -t : t;
+}
+
 // Sum over n elements in 16 fixed lanes: the order depends on n alone.
 template <class F> inline float lane_sum(size_t n, F value) {
   float lane[16] = {};
