@@ -5,9 +5,10 @@
 Between steps the thread takes all commands, and says what came of them before the step, which may be the
 last; a request that is refused, and one that ends in an error, comes back as an ERROR chunk. With nothing to
 compute it waits for a command or a compiled grammar without spinning, and wakes up for the timers of grammars
-and of exchanges with other groups. It ends by stop(), or when the group cannot compute any more: then every
-request it has, and every one submitted later, gets an ERROR chunk `engine_dead`. Each accepted or refused
-choice thus gets exactly one chunk with a finish_reason.
+and of exchanges with other groups, and for the canary's prompt. It ends by stop(), or when the group cannot
+compute any more, or not rightly (`workers.engine.canary`): then every request it has, and every one submitted
+later, gets an ERROR chunk `engine_dead`. Each accepted or refused choice thus gets exactly one chunk with a
+finish_reason.
 
 Not covered: a step that hangs. Executors bound their waits; stop() bounds its own. What a step had found when
 the engine itself failed in it is lost: the failure says that the group is.
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from workers.engine.canary import Canary
 from workers.engine.engine import Engine
 from workers.engine.exchange import ExchangeCommand
 from workers.engine.leases import LeaseId
@@ -66,12 +68,15 @@ _Command = GenerateRequest | _Abort | ExchangeCommand
 class EngineLoop:
     """Runs an engine in a thread of its own. All methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, on_output: Callable[[StepOutput], None]) -> None:
+    def __init__(
+        self, engine: Engine, on_output: Callable[[StepOutput], None], canary: Canary | None = None
+    ) -> None:
         """on_output is called in the loop's thread, first with the stats at start, then in the order of
         steps; once the loop has ended, also in the thread of a submit(). It has to be quick. If it raises,
-        the loop ends: its results would be lost unseen."""
+        the loop ends: its results would be lost unseen. canary: already proven; None: there is none."""
         self._engine = engine
         self._on_output = on_output
+        self._canary = canary
         self._commands: deque[_Command] = deque()
         self._changed = threading.Condition()  # guards the three below
         self._is_stopping = False
@@ -140,12 +145,14 @@ class EngineLoop:
                     else:
                         self._engine.handle(command)
                         has_news = True
+                if self._canary is not None and self._canary.is_due:
+                    self._canary.ask(self._engine)
                 if self._engine.has_timers():
                     has_news |= self._engine.sweep()
                 if self._unsaid or has_news or self._engine.has_report():
                     self._emit()
                 if self._engine.can_step():
-                    self._unsaid += self._engine.step()
+                    self._unsaid += self._step()
                     self._emit()
         except GroupFailed as error:
             self._failure = str(error)
@@ -153,6 +160,10 @@ class EngineLoop:
             _log.exception("the engine loop ends")
             self._failure = f"the engine loop failed: {error!r}"
         self._close(self._failure or "The engine is stopping.")
+
+    def _step(self) -> list[TokenChunk]:
+        chunks = self._engine.step()
+        return chunks if self._canary is None else self._canary.take(chunks)
 
     def _wake(self) -> None:
         with self._changed:
@@ -170,13 +181,16 @@ class EngineLoop:
         with self._changed:
             while not (self._commands or self._is_stopping or self._engine.can_step()):
                 self._changed.wait(_IDLE_WAIT_S)
-                if self._engine.has_timers() or self._engine.has_report():
+                if self._engine.has_timers() or self._engine.has_report() or self._is_canary_due():
                     break
             if self._is_stopping:
                 return None
             commands = list(self._commands)
             self._commands.clear()
             return commands
+
+    def _is_canary_due(self) -> bool:
+        return self._canary is not None and self._canary.is_due
 
     def _add(self, request: GenerateRequest) -> list[TokenChunk]:
         try:
@@ -203,7 +217,11 @@ class EngineLoop:
             self._closing_reason = reason
             left = [command for command in self._commands if isinstance(command, GenerateRequest)]
             self._commands.clear()
-        self._unsaid += [error_chunk(*choice, _ENGINE_DEAD, reason) for choice in self._engine.unfinished()]
+        self._unsaid += [
+            error_chunk(request_id, choice, _ENGINE_DEAD, reason)
+            for request_id, choice in self._engine.unfinished()
+            if self._canary is None or not self._canary.owns(request_id)
+        ]
         for request in left:
             self._unsaid += _refusal(request, _ENGINE_DEAD, reason)
         try:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from workers.data_plane.server import StreamServer
+from workers.engine.canary import Canary
 from workers.engine.engine import Engine
 from workers.engine.exchange import Redirect
 from workers.engine.loop import EngineLoop, StepOutput
@@ -68,7 +70,8 @@ class LeaderHost:
         return self._leader.rendezvous if self._start.config.parallel.tensor_parallel > 1 else None
 
     def load(self) -> GroupInfo:
-        """Load the weights, make the pool, compute a first step. Raises what `Leader.load` raises."""
+        """Load the weights, make the pool, compute a first step and the canary's prompt. Raises what
+        `Leader.load` raises, GroupFailed also for an answer of numbers that are not finite."""
         facts = self._leader.load()
         self._grammars = open_backend(self._start.config.model.path, facts.limits.vocab_size)
         if self._grammars is not None:
@@ -76,7 +79,9 @@ class LeaderHost:
         self._metered = self._leader.metered()
         engine = self._exchanging_engine(facts) or self._engine(facts, None)
         exchange = self._exchange
-        self._engine_loop = EngineLoop(engine, self._on_output)
+        canary = Canary(facts.limits, time.monotonic)
+        canary.prove(engine)
+        self._engine_loop = EngineLoop(engine, self._on_output, canary)
         info = self._info(facts)
         self._server = StreamServer(
             info=info,

@@ -1,0 +1,143 @@
+"""The canary's prompt: asked at the start and once a minute, among others, and what ends the group."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.engine.toy import LIMITS, ToyExecutor, make_engine, make_request, numbers, reference
+from workers.engine.canary import INTERVAL_S, Canary
+from workers.engine.engine import Engine
+from workers.engine.loop import EngineLoop, StepOutput
+from workers.engine.step import GroupFailed, StepPlan, StepResult
+from workers.types import FinishReason, TokenChunk
+
+
+class Clock:
+    """Time that tests move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Damaged(ToyExecutor):
+    """An executor whose log-probabilities move by `off`."""
+
+    off = 0.0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        found = super().execute(plan)
+        return replace(
+            found,
+            slices=[
+                replace(
+                    piece,
+                    prompt_logprobs=[
+                        replace(score, logprob=score.logprob + self.off) for score in piece.prompt_logprobs
+                    ],
+                )
+                for piece in found.slices
+            ],
+        )
+
+
+def proven(off: float = 0.0) -> tuple[Canary, Engine, Damaged, Clock]:
+    clock, executor = Clock(), Damaged(64, 16)
+    engine, _ = make_engine(clock=clock)
+    engine._executor = executor
+    executor.off = off
+    canary = Canary(LIMITS, clock)
+    canary.prove(engine)
+    return canary, engine, executor, clock
+
+
+def ask_again(canary: Canary, engine: Engine) -> list[TokenChunk]:
+    canary.ask(engine)
+    others = []
+    while engine.has_work():
+        others += canary.take(engine.step())
+    return others
+
+
+def test_it_is_due_once_a_minute_and_leaves_nothing_behind() -> None:
+    canary, engine, _, clock = proven()
+    stats = engine.stats()
+    assert (stats.active_blocks, stats.cached_blocks, engine.take_events()) == (0, 0, [])
+    assert not canary.is_due
+    clock.now_s = INTERVAL_S
+    assert canary.is_due
+    request = make_request("other", numbers(20))
+    engine.add(request)
+    others = ask_again(canary, engine)
+    assert [token for chunk in others for token in chunk.token_ids] == reference(request)
+    assert {chunk.request_id for chunk in others} == {"other"} and not canary.is_due
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("off", [float("nan"), float("inf")])
+def test_a_group_without_finite_numbers_does_not_start(off: float) -> None:
+    with pytest.raises(GroupFailed, match="gave log-probabilities that are not finite numbers"):
+        proven(off)
+
+
+def test_an_error_ends_the_start() -> None:
+    engine, executor = make_engine()
+    executor.spoil = lambda piece: "not a number"
+    with pytest.raises(GroupFailed, match="the canary prompt failed: "):
+        Canary(LIMITS, Clock()).prove(engine)
+
+
+def test_rounding_is_no_damage_and_damage_is_told() -> None:
+    canary, engine, executor, _ = proven()
+    executor.off = 0.05
+    assert ask_again(canary, engine) == []
+    executor.off = -0.5
+    with pytest.raises(GroupFailed, match=r"by 0\.\d+ nats in the mean: weights or device are damaged"):
+        ask_again(canary, engine)
+
+
+def test_one_that_finds_no_room_is_asked_later() -> None:
+    clock = Clock()
+    engine, _ = make_engine(clock=clock, max_waiting=1)
+    canary = Canary(LIMITS, clock)
+    canary.prove(engine)
+    clock.now_s = INTERVAL_S
+    engine.add(make_request("other", numbers(20)))
+    canary.ask(engine)
+    assert not canary.is_due
+    clock.now_s = 2 * INTERVAL_S
+    assert canary.is_due
+
+
+def test_models_of_few_positions_and_ids() -> None:
+    engine, executor = make_engine(max_model_len=4)
+    Canary(replace(LIMITS, max_model_len=4, vocab_size=2), Clock()).prove(engine)
+    assert executor.plans[0].slices[0].token_ids == (1, 0, 1)
+
+
+def test_the_loop_asks_by_itself_and_ends_with_the_group() -> None:
+    canary, engine, executor, clock = proven()
+    outputs: list[StepOutput] = []
+    has_ended = threading.Event()
+
+    def hear(output: StepOutput) -> None:
+        outputs.append(output)
+        if output.failure is not None:
+            has_ended.set()
+
+    loop = EngineLoop(engine, hear, canary)
+    loop.start()
+    executor.off = 3.0
+    clock.now_s = INTERVAL_S
+    loop.submit(make_request("other", numbers(20), max_tokens=4000))
+    assert has_ended.wait(10)
+    loop.stop(10)
+    assert outputs[-1].failure is not None and "canary prompt gave other" in outputs[-1].failure
+    chunks = [chunk for output in outputs for chunk in output.chunks]
+    assert {chunk.request_id for chunk in chunks} == {"other"}
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [FinishReason.ERROR]
