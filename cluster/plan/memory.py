@@ -19,6 +19,7 @@ from cluster.plan.devices import Device
 from cluster.plan.models import PlannedModel
 from workers.config import CacheConfig, ScheduleConfig
 from workers.kv_format import INT8, NUMBER_BYTES, SCALE_BYTES, kv_dtype
+from workers.model.shares import expert_cuts
 from workers.runtime.errors import PoolTooSmall
 from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 from workers.weight_forms import Quantization, WeightForms
@@ -183,8 +184,9 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
     inner = max((found.intermediate_size for found in experts), default=0)
     if len(experts) < spec.num_layers:
         inner = max(inner, len(spec.intermediate_of_rank(0, size)))
-    # What the experts of a row give, and the same in float32.
-    wide = 4 + 3 * max((found.per_token for found in experts), default=0)
+    # Sums of experts that wait for others, and what one gives, in float32.
+    waiting = max(((len(expert_cuts(found.count)) - 2).bit_length() + 2 for found in experts), default=0)
+    wide = 4 + 2 * waiting
     row = wide * spec.hidden_size + (2 * queries + 2 * keys) * spec.head_dim + 3 * inner
     tokens = shape.schedule.max_step_tokens
     logit_rows = min(shape.schedule.max_running, _KEPT_LOGIT_ROWS)

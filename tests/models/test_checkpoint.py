@@ -144,11 +144,11 @@ def test_an_index_that_leads_outside_is_refused(name: str, tmp_path: Path) -> No
 
 
 def test_of_many_differences_the_first_and_the_last_are_told(tmp_path: Path) -> None:
-    """Experts as transformers holds them in memory: 48 matrices are not there, two tensors are left over."""
+    """Experts under other names: 48 matrices are not there, two tensors are left over."""
     folder = checkpoints.build(tmp_path / "m", checkpoints.family("mixtral"), num_local_experts=8)
     experts = [name for name in load_file(folder / SINGLE_FILE) if ".experts." in name]
-    fused = {f"model.layers.0.mlp.experts.{name}_proj": torch.zeros(8, 2, 2) for name in ("down", "gate_up")}
-    rewrite(folder, {**dict.fromkeys(experts), **fused})
+    names = [f"model.layers.0.block_sparse_moe.experts.{name}" for name in ("down", "up")]
+    rewrite(folder, {**dict.fromkeys(experts), **{name: torch.zeros(8, 2, 2) for name in names}})
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(folder)
     lines = str(caught.value).splitlines()
@@ -156,7 +156,7 @@ def test_of_many_differences_the_first_and_the_last_are_told(tmp_path: Path) -> 
     assert lines[0].endswith("50 differences between config.json and the weight files:")
     assert lines[1] == "  missing model.layers.0.block_sparse_moe.experts.0.w1.weight [96, 64]"
     assert lines[21] == "  (and 10 more)"
-    assert lines[-2:] == [f"  not part of this model: {name}" for name in fused]
+    assert lines[-2:] == [f"  not part of this model: {name}" for name in names]
 
 
 def test_all_differences_at_once(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Greedy tokens equal transformers', whatever the engine does on the way.
 
-Every core family, on one rank and on two; prompts alone and among others; chunks of 1, 7, 16 tokens and
-unlimited; with and without a cached prefix; preempted in the middle. The prompts and seeds have no near ties,
-so the comparison is exact.
+Every core family and two with experts, on one rank and on two; prompts alone and among others; chunks of 1,
+7, 16 tokens and unlimited; with and without a cached prefix; preempted in the middle. The prompts and seeds
+have no near ties, so the comparison is exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ CHUNKS = (1, 7, 16, None)
 
 # On two ranks a step costs several times more; the variants of a family differ in what a rank does alone.
 ON_TWO_RANKS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "llama_head_dim_8_mqa")
-GROUPS = [(entry.name, 1) for entry in CORE] + [(name, 2) for name in ON_TWO_RANKS]
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+GROUPS = [(entry.name, 1) for entry in CORE]
+GROUPS += [(name, 2) for name in (*ON_TWO_RANKS, "qwen3_moe")] + [(name, 1) for name in WITH_EXPERTS]
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda pair: f"{pair[0]}-tp{pair[1]}")

@@ -18,7 +18,7 @@ from workers.types import GroupId, SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 48, 200)  # tokens of prompts
 SEEDED = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "qwen3_moe")
 
 
 class Pair:
@@ -82,7 +82,7 @@ def test_an_answer_of_two_groups_is_that_of_one(
             pair.check(prompt, SEEDED, f"seeded {length}")
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_head_dim_8_mqa"])
+@pytest.mark.parametrize("family", ["llama", "llama_head_dim_8_mqa", "mixtral"])
 def test_groups_of_several_ranks(
     loop: Loop, ranks: Ranks, long_config: Callable[[str, int], GroupConfig], family: str
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from workers.model.names import WeightNames
-from workers.model.shares import MOST_EQUAL_RANKS, inner_leaves, kv_heads_of_rank, share
+from workers.model.shares import MOST_EQUAL_RANKS, expert_cuts, inner_leaves, kv_heads_of_rank, share
 
 
 class RotaryKind(Enum):
@@ -95,7 +95,11 @@ class ExpertsSpec:
 
     def of_rank(self, rank: int, tensor_parallel: int) -> range:
         """Those that a rank holds; none, where ranks outnumber them."""
-        return share(self.count, rank, tensor_parallel)
+        if tensor_parallel > MOST_EQUAL_RANKS:
+            return share(self.count, rank, tensor_parallel)
+        cuts = expert_cuts(self.count)
+        leaves = share(len(cuts) - 1, rank, tensor_parallel)
+        return range(cuts[leaves.start], cuts[leaves.stop])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

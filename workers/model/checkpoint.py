@@ -21,6 +21,7 @@ from workers.model.files import read_json, read_weight_headers
 from workers.model.formats.declared import layout_from_config
 from workers.model.formats.expected import expected_parts, problem_with, stem_in
 from workers.model.formats.layouts import Entries, Layout
+from workers.model.joined_experts import single_matrices
 from workers.model.lending import DRAFT_TOKEN_IDS, lent_tensors, problem_with_ids
 from workers.model.names import WeightNames
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
@@ -281,11 +282,11 @@ def _collect(headers: list[SafetensorsHeader], names: WeightNames) -> dict[str, 
     found: dict[str, StoredTensor] = {}
     doubled = []
     for header in headers:
-        for stored, entry in header.tensors.items():
-            name = names.name_of(stored)
-            if name in found:
-                doubled.append(f"{name} in {found[name].file.name} and {header.file.name}")
-            found[name] = StoredTensor(file=header.file, entry=entry)
+        for stored, whole in header.tensors.items():
+            for name, entry in single_matrices(names, names.name_of(stored), whole):
+                if name in found:
+                    doubled.append(f"{name} in {found[name].file.name} and {header.file.name}")
+                found[name] = StoredTensor(file=header.file, entry=entry)
     if doubled:
         raise CheckpointError("tensors stored twice:\n  " + "\n  ".join(doubled))
     return found

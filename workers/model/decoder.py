@@ -31,7 +31,6 @@ from workers.kernels import (
 )
 from workers.model.architecture import LayerOrder, ModelSpec
 from workers.model.checkpoint import Checkpoint
-from workers.model.experts import add_slots
 from workers.model.fused import fuse
 from workers.model.layers import DecoderWeights, Layer
 from workers.model.loader import load_weights
@@ -204,7 +203,7 @@ class Decoder:
             assert layer.mlp_norm is not None, "the MLP reads what attention has not"
             normed, residual = layer.mlp_norm.add(self._to_add(mixed, layer.attention_post_norm), residual)
             # All-reduce: a rank has the share of its own inner columns, or experts; the same.
-            mixed = add_slots(self._parallel.add_up(layer.mlp(normed)))
+            mixed = self._parallel.add_up(layer.mlp(normed))
             return self._to_add(mixed, layer.mlp_post_norm), residual
         if layer.mlp_norm is not None:
             normed = layer.mlp_norm(residual)

@@ -1,9 +1,10 @@
 """A mixture of experts in place of an MLP: every row goes through a few of many.
 
-Ranks hold whole experts, neighbours of each other. A row and one of its experts are a *slot*. Only one rank
-fills a slot and the others have zeros there, so the sum over the ranks is exact whatever its order; the slots
-of a row are added afterwards, by rising expert, on every rank. So neither the size of the group nor the other
-rows of a step change the bits of a row. It costs an all-reduce as many times as wide as a row has experts.
+Ranks hold whole experts, neighbours of each other. What a row gets of its experts is added up in the order of
+`workers.kernels.order`: leaves of neighbouring experts, in each of them by rising expert, then the leaves in
+one tree, in float32. An expert that a row does not go through adds an exact 0. So neither the size of the
+group nor the other rows of a step change the bits of a row, and a rank sends the few sums that it has whole,
+mostly one, however many experts a row has.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.kernels import PackedLinear
+from workers.kernels import NodeOrder, PackedLinear, SumOrder
 from workers.model.mlp import DenseMlp
+from workers.model.parallel import Nodes, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +47,31 @@ class ExpertMlp:
     experts: tuple[DenseMlp, ...]  # each of them whole
     first_id: int  # of those
     count: int  # of all ranks
+    order: SumOrder  # of those of this rank
+    nodes: NodeOrder | None  # of all ranks; None: this is the only one, or parts are added rank by rank
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (T, hidden), equal on all ranks -> the slots of this rank's experts, (T, per token, hidden)."""
+    def __call__(self, x: torch.Tensor) -> Part:
+        """x (T, hidden), equal on all ranks -> what this rank has of the sums."""
         ids, shares = self.router(x)
-        per_token = ids.shape[1]
-        by_slot, share_of = ids.flatten(), shares.flatten()
-        slots = x.new_zeros((len(by_slot), x.shape[1]))
+        per_token, by_slot, share_of = ids.shape[1], ids.flatten(), shares.flatten()
         counts = torch.bincount(by_slot, minlength=self.count).tolist()
-        by_expert = torch.split_with_sizes(by_slot.argsort(stable=True), counts)
-        for expert, own in zip(self.experts, by_expert[self.first_id :], strict=False):
-            if len(own):
-                found = expert(x[own // per_token])
-                assert isinstance(found, torch.Tensor), "an expert is whole on its rank"
-                slots[own] = (found * share_of[own, None]).to(x.dtype)
-        return slots.view(x.shape[0], per_token, x.shape[1])
-
-
-def add_slots(mixed: torch.Tensor) -> torch.Tensor:
-    """What an Mlp gave, summed over the ranks: of slots (T, per token, hidden) the sum of each row."""
-    if mixed.dim() == 2:
-        return mixed
-    return _sum_in_order(mixed.float()).to(mixed.dtype)
+        slots_of = torch.split_with_sizes(by_slot.argsort(stable=True), counts)[self.first_id :]
+        sums: list[torch.Tensor] = []
+        for leaf, joins in zip(self.order.spans, self.order.joins, strict=True):
+            total = torch.zeros_like(x, dtype=torch.float32)
+            for number in leaf:
+                if len(slots := slots_of[number]):
+                    rows = slots // per_token
+                    found = self.experts[number](x[rows])
+                    assert isinstance(found, torch.Tensor), "an expert is whole on its rank"
+                    total.index_add_(0, rows, found * share_of[slots, None])
+            for _ in range(joins):
+                total = sums.pop() + total
+            sums.append(total)
+        if self.nodes is not None:
+            own = torch.stack(sums) if sums else x.new_empty((0, *x.shape), dtype=torch.float32)
+            return Nodes(own, self.nodes, None, x.dtype)
+        return sum(sums[1:], sums[0]).to(x.dtype) if sums else torch.zeros_like(x)
 
 
 def _sum_in_order(x: torch.Tensor) -> torch.Tensor:

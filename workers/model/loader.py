@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels import Kernels, PackedLinear, Quantization, QuantizedWeight, SumOrder, TorchKernels
+from workers.kernels import (
+    Kernels,
+    PackedLinear,
+    Quantization,
+    QuantizedWeight,
+    SumOrder,
+    TorchKernels,
+    one_leaf,
+)
 from workers.kernels.quantized import quantize, stack
 from workers.model.architecture import ExpertsSpec, LayerOrder, NormKind, NormPlaces, QkNorm
 from workers.model.checkpoint import Checkpoint
@@ -17,7 +25,7 @@ from workers.model.layers import DecoderWeights, Layer
 from workers.model.lending import DRAFT_TOKEN_IDS
 from workers.model.mlp import DenseMlp, Mlp
 from workers.model.norms import HeadNorms, LayerNorm, NoNorm, Norm, QueryKeyNorm, RmsNorm, WidthNorms
-from workers.model.orders import RankOrder, RankOrders, orders_of_rank
+from workers.model.orders import RankOrder, RankOrders, order_of_experts, orders_of_rank
 from workers.model.parallel import (
     OrderedLinear,
     RowParallel,
@@ -174,7 +182,10 @@ class _Loader:
         names = self._spec.weights
         router = names.of_layer(index, names.router)
         gate = self._reader.matrix(self._checkpoint.stored_name(f"{router}.weight"))
-        own = experts.of_rank(self._parallel.rank, self._parallel.size)
+        rank, size = self._parallel.rank, self._parallel.size
+        own, order = experts.of_rank(rank, size), None
+        if self._orders is not None:
+            order = order_of_experts(experts.count, rank, size)
         return ExpertMlp(
             router=Router(
                 # Few weights that decide much: never in few bits.
@@ -185,6 +196,8 @@ class _Loader:
             experts=tuple(self._expert(names.of_layer(index, names.expert.format(number))) for number in own),
             first_id=own.start,
             count=experts.count,
+            order=one_leaf(len(own)) if order is None else order.part,
+            nodes=None if order is None or size == 1 else order.nodes,
         )
 
     def _expert(self, prefix: str) -> DenseMlp:

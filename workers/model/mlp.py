@@ -14,11 +14,10 @@ from workers.model.parallel import Part, RowParallel
 
 
 class Mlp(Protocol):
-    """Any MLP. The parts of the ranks add up to its result, or to the slots of it that `add_slots` of
-    `workers.model.experts` adds; the caller has both done."""
+    """Any MLP. The parts of the ranks add up to its result; the caller has that done."""
 
     def __call__(self, x: torch.Tensor) -> Part:
-        """x (T, hidden), equal on all ranks -> this rank's part of (T, hidden) or (T, slots, hidden)."""
+        """x (T, hidden), equal on all ranks -> this rank's part of (T, hidden)."""
         ...
 
 

@@ -49,6 +49,7 @@ class WeightNames:
     inputs_first: bool = False  # matrices of the layers lie as (in, out)
     buffers: tuple[str, ...] = ()  # endings of tensors that old files carry and that hold no weights
     renamed: tuple[tuple[str, str], ...] = ()  # (how names may begin in files, how they begin here)
+    renamed_parts: tuple[tuple[str, str], ...] = ()  # the same of a part of a name, with its dots
 
     def of_layer(self, index: int, name: str) -> str:
         return f"{self.prefix}{self.layer.format(index)}{name}"
@@ -58,6 +59,8 @@ class WeightNames:
         for other, own in self.renamed:
             if stored.startswith(other):
                 return own + stored[len(other) :]
+        for other, own in self.renamed_parts:
+            stored = stored.replace(other, own, 1)
         return stored
 
     def is_router(self, name: str) -> bool:

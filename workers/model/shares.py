@@ -16,6 +16,13 @@ def share(total: int, rank: int, size: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
+def expert_cuts(count: int) -> tuple[int, ...]:
+    """Where the leaves of `count` experts begin and end, the same for every number of ranks up to
+    MOST_EQUAL_RANKS: ranks have whole ones."""
+    leaves = min(count, _MOST_LEAVES)
+    return tuple(count * leaf // leaves for leaf in range(leaves + 1))
+
+
 def kv_heads_of_rank(num_kv_heads: int, rank: int, tensor_parallel: int) -> range:
     """KV heads that a rank holds: an even share, or one copy when ranks outnumber the heads."""
     if tensor_parallel <= num_kv_heads:

@@ -46,8 +46,8 @@ FAMILIES: Mapping[str, tuple[int, ...]] = {
     "gpt2": (1, 2, 3, 4),
     "qwen2_sliding": (1, 2, 4),
     "qwen3": (1, 2),
-    "mixtral": (1, 4),
-    "qwen3_moe": (1, 2),
+    "mixtral": (1, 2, 4),
+    "qwen3_moe": (1, 2, 4),
 }
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.unit.kernels.builds import PACKED, build
-from workers.kernels import Kernels, TorchKernels
+from workers.kernels import Kernels, TorchKernels, one_leaf
 from workers.kernels.native import CpuKernels
 from workers.model.architecture import Activation, ExpertsSpec
-from workers.model.experts import ExpertMlp, Router, add_slots
+from workers.model.experts import ExpertMlp, Router
 from workers.model.mlp import DenseMlp
+from workers.model.orders import order_of_experts
+from workers.model.parallel import Nodes
 
 HIDDEN, INNER = 32, 24
 
@@ -31,7 +35,7 @@ class Weights:
         self.down = draw(spec.count, HIDDEN, INNER)
 
     def mlp(self, kernels: Kernels, rank: int = 0, size: int = 1) -> ExpertMlp:
-        own = self.spec.of_rank(rank, size)
+        own, order = self.spec.of_rank(rank, size), order_of_experts(self.spec.count, rank, size)
         return ExpertMlp(
             router=Router(
                 gate=kernels.pack_linear(self.gate, None, torch.float32),
@@ -50,6 +54,8 @@ class Weights:
             ),
             first_id=own.start,
             count=self.spec.count,
+            order=order.part,
+            nodes=order.nodes if size > 1 else None,
         )
 
     def loop(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,6 +69,13 @@ class Weights:
                 gate, up = (self.up[number] @ row).chunk(2)
                 total += self.down[number] @ (F.silu(gate) * up) * shares[number] / whole
         return found
+
+
+def whole(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
+    """What a group of one rank says."""
+    found = mlp(x)
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -80,21 +93,43 @@ def spec(count: int, per_token: int, *, is_renormalized: bool = True) -> Experts
 def test_it_is_the_loop_over_rows(count: int, per_token: int, is_renormalized: bool) -> None:
     weights = Weights(spec(count, per_token, is_renormalized=is_renormalized))
     x = rows(23)
-    torch.testing.assert_close(
-        add_slots(weights.mlp(TorchKernels())(x)), weights.loop(x), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(whole(weights.mlp(TorchKernels()), x), weights.loop(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
-def test_ranks_together_have_the_bits_of_one(size: int) -> None:
-    """Five experts: of seven ranks two have none."""
+@pytest.mark.parametrize(("count", "per_token"), [(5, 2), (8, 4), (60, 6)])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_ranks_together_have_the_bits_of_one(count: int, per_token: int, size: int) -> None:
+    """Of eight ranks three have none of five experts; most send one or two sums."""
+    weights, x = Weights(spec(count, per_token)), rows(17)
+    sums: list[torch.Tensor] = []
+    for rank in range(size):
+        part = weights.mlp(TorchKernels(), rank, size)(x)
+        assert isinstance(part, Nodes) and len(part.sums) == part.order.counts[rank] <= 4
+        sums += part.sums
+    found: list[torch.Tensor] = []
+    for total, joins in zip(sums, part.order.joins, strict=True):
+        for _ in range(joins):
+            total = found.pop() + total
+        found.append(total)
+    assert len(found) == 1 and torch.equal(found[0], whole(weights.mlp(TorchKernels()), x))
+
+
+def test_parts_that_are_added_rank_by_rank() -> None:
+    """As on GPUs."""
     weights, x = Weights(spec(5, 2)), rows(17)
-    parts = [weights.mlp(TorchKernels(), rank, size)(x) for rank in range(size)]
-    filled = torch.stack([(part != 0).any(-1) for part in parts])
-    assert torch.equal(filled.sum(0), torch.ones(17, 2, dtype=torch.int64))
-    whole = add_slots(weights.mlp(TorchKernels())(x))
-    for order in (parts, parts[::-1]):
-        assert torch.equal(add_slots(sum(order[1:], order[0])), whole)
+    parts = [weights.mlp(TorchKernels(), rank, 3) for rank in range(3)]
+    alone = [replace(part, order=one_leaf(len(part.experts)), nodes=None) for part in parts]
+    total = sum((whole(part, x) for part in alone[1:]), whole(alone[0], x))
+    torch.testing.assert_close(total, weights.loop(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "held"), [(128, 2, [64] * 2), (128, 8, [16] * 8), (8, 3, [3, 3, 2])]
+)
+def test_shares_of_experts_are_even(count: int, size: int, held: list[int]) -> None:
+    assert [len(spec(count, 1).of_rank(rank, size)) for rank in range(size)] == held
+    sent = order_of_experts(count, 0, size).nodes.counts
+    assert max(sent) == (1 if size != 3 else 2)
 
 
 @pytest.mark.parametrize("kernels", PACKED)
@@ -102,10 +137,10 @@ def test_neighbours_change_no_bits_of_a_row(kernels: str) -> None:
     native = CpuKernels(build(kernels), torch.bfloat16)
     mlp = Weights(spec(5, 2), torch.bfloat16).mlp(native)
     x = rows(40, torch.bfloat16)
-    together = add_slots(mlp(x))
+    together = whole(mlp, x)
     assert together.dtype == torch.bfloat16
-    assert torch.equal(torch.cat([add_slots(mlp(row)) for row in x.split(1)]), together)
-    assert torch.equal(add_slots(mlp(x.flip(0))).flip(0), together)
+    assert torch.equal(torch.cat([whole(mlp, row) for row in x.split(1)]), together)
+    assert torch.equal(whole(mlp, x.flip(0)).flip(0), together)
 
 
 def test_the_first_of_equal_experts_are_chosen() -> None:
@@ -116,4 +151,4 @@ def test_the_first_of_equal_experts_are_chosen() -> None:
 
 
 def test_no_rows() -> None:
-    assert add_slots(Weights(spec(5, 2)).mlp(TorchKernels())(rows(0))).shape == (0, HIDDEN)
+    assert whole(Weights(spec(5, 2)).mlp(TorchKernels()), rows(0)).shape == (0, HIDDEN)

@@ -21,6 +21,7 @@ MIXTRAL_NAMES = replace(
     expert_gate="w1",
     expert_up="w3",
     expert_down="w2",
+    renamed_parts=((".mlp.", ".block_sparse_moe."),),  # as transformers 5 calls it in memory
 )
 QWEN3_MOE_NAMES = replace(
     LLAMA_NAMES,
