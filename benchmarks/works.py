@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.plan.arithmetic import head_parameters, kv_bytes_per_token, layer_linear_parameters
+from cluster.plan.arithmetic import (
+    expert_parameters,
+    head_parameters,
+    kv_bytes_per_token,
+    layer_linear_parameters,
+)
 from cluster.plan.devices import Roofs
 from cluster.plan.roofline import Load
 from workers.model.architecture import ModelSpec
@@ -109,6 +114,7 @@ def limit(work: Work, spec: ModelSpec, weights: WeightFormat, roofs: Roofs) -> f
     load = Load(
         spec=spec,
         weight_bytes=(layer_linear_parameters(spec) + head_parameters(spec)) * weights.weight_bytes,
+        expert_bytes=expert_parameters(spec) * weights.weight_bytes,
         kv_bytes=kv_bytes_per_token(spec),
         speedup=weights.speedup,
     )

@@ -79,7 +79,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """The facts of an opened checkpoint, as plain values."""
     spec = checkpoint.spec
     tensors = checkpoint.tensors.values()
-    experts = [found for found in spec.experts if found is not None]
+    experts = spec.experts
     return {
         "folder": str(checkpoint.folder),
         "model_type": str(checkpoint.config.get("model_type")),
@@ -91,8 +91,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "heads": spec.num_heads,
         "kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "experts": max((found.count for found in experts), default=0),
-        "experts_per_token": max((found.per_token for found in experts), default=0),
+        "experts": 0 if experts is None else experts.num_experts,
+        "experts_per_token": 0 if experts is None else experts.num_per_token,
         "vocab_size": checkpoint.vocab_size,
         "max_model_len": checkpoint.max_model_len,
         "eos_token_ids": list(checkpoint.eos_token_ids),

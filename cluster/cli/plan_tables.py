@@ -31,7 +31,7 @@ class Proposed:
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """As plain values; rates in tokens, bytes and operations a second."""
-    spec = plan.model.spec
+    spec, experts = plan.model.spec, plan.model.spec.experts
     return {
         "model": {
             "name": plan.model.name,
@@ -42,6 +42,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "heads": spec.num_heads,
             "kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
+            "experts": 0 if experts is None else experts.num_experts,
+            "experts_per_token": 0 if experts is None else experts.num_per_token,
             "dtype": plan.shape.dtype,
             "kv_dtype": plan.shape.kv_dtype,
             "quantization": plan.shape.quantization,
@@ -92,13 +94,18 @@ def proposal_facts(proposed: Proposed) -> dict[str, Any]:
 def print_plan(terminal: Terminal, plan: Plan) -> None:
     """Model, device, memory, ranks, decode, prefill, notes."""
     spec, device = plan.model.spec, plan.device
-    active = f"{plan.model.active_parameters / 1e9:.3g} B of them for a token, " if any(spec.experts) else ""
     terminal.say(
-        f"{plan.model.name}: {plan.model.num_parameters / 1e9:.3g} B parameters, {active}"
-        f"L {spec.num_layers}, H {spec.hidden_size}, A {spec.num_heads}, K {spec.num_kv_heads}, "
-        f"D {spec.head_dim}, F {spec.intermediate_size}, V {spec.vocab_size}",
+        f"{plan.model.name}: {plan.model.num_parameters / 1e9:.3g} B parameters, L {spec.num_layers}, "
+        f"H {spec.hidden_size}, A {spec.num_heads}, K {spec.num_kv_heads}, D {spec.head_dim}, "
+        f"F {spec.intermediate_size}, V {spec.vocab_size}",
         style="bold",
     )
+    if (experts := spec.experts) is not None:
+        terminal.say(
+            f"  E {experts.num_experts} experts of F {experts.intermediate_size} in {len(experts.layers)} "
+            f"layers, k {experts.num_per_token} of a layer for a token: it goes through "
+            f"{plan.model.active_parameters / 1e9:.3g} B parameters"
+        )
     ranks = plan.shape.tensor_parallel
     terminal.say(
         f"{ranks} x {device.name}: {device.memory_bytes / _GIB:.1f} GiB, "

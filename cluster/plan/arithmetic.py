@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from workers.model.architecture import ExpertsSpec, ModelSpec
+from workers.model.architecture import ModelSpec
 from workers.model.expected import expected_tensors
 from workers.runtime.pool_size import bytes_per_block
 from workers.weight_forms import GROUP, Quantization, WeightForms
@@ -28,9 +28,7 @@ def num_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
 def layer_linear_parameters(spec: ModelSpec, rank: int = 0, tensor_parallel: int = 1) -> int:
     """In the matrix products of all layers, as one rank has them: L (H (A + 2K) D + A D H + 3 H F), or
     3 H F E with experts. The matrices that choose these are left out."""
-    return sum(
-        found.number * found.outputs * found.inputs for found in _matrices(spec, rank, tensor_parallel)
-    )
+    return _parameters_of(_matrices(spec, rank, tensor_parallel))
 
 
 def active_parameters(spec: ModelSpec, *, is_tied: bool) -> int:
@@ -80,15 +78,16 @@ def read_bytes(
     return _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, forms.layers) + head
 
 
-def idle_bytes(spec: ModelSpec, tokens: int, *, element_bytes: int = 2, forms: WeightForms = PLAIN) -> float:
-    """Of `read_bytes` those of experts that no row of a step of so many tokens goes through: the share
-    (1 - k/E)^tokens of them, when each token's choice is as good as random."""
-    return sum(
-        (1 - experts.per_token / experts.count) ** tokens
-        * _bytes_of(_of_experts(spec, experts, experts.count), element_bytes, forms.layers)
-        for experts in spec.experts
-        if experts is not None
-    )
+def expert_bytes(spec: ModelSpec, *, element_bytes: int = 2, forms: WeightForms = PLAIN) -> int:
+    """Of `read_bytes` those of experts, of the whole model."""
+    if spec.experts is None:
+        return 0
+    return _bytes_of(_of_experts(spec, spec.experts.num_experts), element_bytes, forms.layers)
+
+
+def expert_parameters(spec: ModelSpec) -> int:
+    """Of `layer_linear_parameters` those of experts, of the whole model."""
+    return 0 if spec.experts is None else _parameters_of(_of_experts(spec, spec.experts.num_experts))
 
 
 def matrix_bytes(outputs: int, inputs: int, element_bytes: int, form: Quantization) -> int:
@@ -169,25 +168,26 @@ def _matrices(spec: ModelSpec, rank: int, tensor_parallel: int) -> list[_Matrice
     queries = len(spec.q_heads_of_rank(rank, tensor_parallel)) * spec.head_dim
     keys = len(spec.kv_heads_of_rank(rank, tensor_parallel)) * spec.head_dim
     inner = len(spec.intermediate_of_rank(rank, tensor_parallel))
-    sparse = [experts for experts in spec.experts if experts is not None]
-    num_dense = spec.num_layers - len(sparse)
     found = [
         _Matrices(queries + 2 * keys, spec.hidden_size, spec.num_layers),
         _Matrices(spec.hidden_size, queries, spec.num_layers),
-        _Matrices((2 if spec.gated_mlp else 1) * inner, spec.hidden_size, num_dense),
-        _Matrices(spec.hidden_size, inner, num_dense),
+        _Matrices((2 if spec.gated_mlp else 1) * inner, spec.hidden_size, spec.num_dense_layers),
+        _Matrices(spec.hidden_size, inner, spec.num_dense_layers),
     ]
-    for experts in sparse:
-        found += _of_experts(spec, experts, len(experts.of_rank(rank, tensor_parallel)))
+    if spec.experts is not None:
+        found += _of_experts(spec, len(spec.experts.of_rank(rank, tensor_parallel)))
     return found
 
 
-def _of_experts(spec: ModelSpec, experts: ExpertsSpec, count: int) -> list[_Matrices]:
-    """Of some experts of a layer."""
-    return [
-        _Matrices(2 * experts.intermediate_size, spec.hidden_size, count),
-        _Matrices(spec.hidden_size, experts.intermediate_size, count),
-    ]
+def _of_experts(spec: ModelSpec, number: int) -> list[_Matrices]:
+    """Of so many experts of each layer that has any."""
+    assert spec.experts is not None
+    inner, number = spec.experts.intermediate_size, number * len(spec.experts.layers)
+    return [_Matrices(2 * inner, spec.hidden_size, number), _Matrices(spec.hidden_size, inner, number)]
+
+
+def _parameters_of(matrices: list[_Matrices]) -> int:
+    return sum(found.number * found.outputs * found.inputs for found in matrices)
 
 
 def _bytes_of(matrices: list[_Matrices], element_bytes: int, form: Quantization) -> int:
@@ -198,12 +198,9 @@ def _bytes_of(matrices: list[_Matrices], element_bytes: int, form: Quantization)
 
 def _idle_parameters(spec: ModelSpec) -> int:
     """Of the experts that a token does not go through."""
-    return sum(
-        found.number * found.outputs * found.inputs
-        for experts in spec.experts
-        if experts is not None
-        for found in _of_experts(spec, experts, experts.count - experts.per_token)
-    )
+    if spec.experts is None:
+        return 0
+    return _parameters_of(_of_experts(spec, spec.experts.num_experts - spec.experts.num_per_token))
 
 
 def _small_parameters(spec: ModelSpec) -> int:

@@ -180,13 +180,13 @@ def _fixed_parts(model: PlannedModel, device: Device, shape: Shape) -> list[Memo
     }[shape.forms.layers]
     whole = f"{model.num_parameters:,} parameters x {bits}"
     queries, keys = len(spec.q_heads_of_rank(0, size)), len(spec.kv_heads_of_rank(0, size))
-    vocab, experts = len(spec.vocab_of_rank(0, size)), [found for found in spec.experts if found is not None]
-    inner = max((found.intermediate_size for found in experts), default=0)
-    if len(experts) < spec.num_layers:
-        inner = max(inner, len(spec.intermediate_of_rank(0, size)))
-    # Sums of experts that wait for others, and what one gives, in float32.
-    waiting = max(((len(expert_cuts(found.count)) - 2).bit_length() + 2 for found in experts), default=0)
-    wide = 4 + 2 * waiting
+    vocab, experts = len(spec.vocab_of_rank(0, size)), spec.experts
+    inner = len(spec.intermediate_of_rank(0, size)) if spec.num_dense_layers else 0
+    wide = 4
+    if experts is not None:
+        inner = max(inner, experts.intermediate_size)
+        # Sums of experts that wait for others, and what one gives, in float32.
+        wide += 2 * ((len(expert_cuts(experts.num_experts)) - 2).bit_length() + 2)
     row = wide * spec.hidden_size + (2 * queries + 2 * keys) * spec.head_dim + 3 * inner
     tokens = shape.schedule.max_step_tokens
     logit_rows = min(shape.schedule.max_running, _KEPT_LOGIT_ROWS)

@@ -1,9 +1,9 @@
 """The least time that physics leaves for a step: reading at the read rate, or products at the matrix rate.
 
 Memory: all matrices once a step, of experts those that its tokens are likely to choose, and the keys and
-values of the contexts. Products: two operations a weight
-and token, the head only for rows whose logits are wanted, attention over what is attended to. Nothing is
-counted for the traffic between ranks, so that a limit is never too low.
+values of the contexts. Products: two operations a weight and token, the head only for rows whose logits are
+wanted, attention over what is attended to. Nothing is counted for the traffic between ranks, so that a limit
+is never too low.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cluster.plan.arithmetic import (
     PLAIN,
     attended_pairs,
     attended_tokens,
+    expert_bytes,
     head_flop,
-    idle_bytes,
     kv_bytes_per_token,
     linear_flop,
     pair_flop,
@@ -58,9 +58,8 @@ class Load:
 
     spec: ModelSpec
     weight_bytes: float  # read once a step of many tokens
+    expert_bytes: float  # of these, what belongs to experts
     kv_bytes: int  # of a token
-    element_bytes: int = 2  # of weights that are not quantized
-    forms: WeightForms = PLAIN
     speedup: float = 1.0  # of products with weights over bfloat16 ones; attention is not quantized
 
     @classmethod
@@ -68,19 +67,21 @@ class Load:
         cls, spec: ModelSpec, *, dtype: str = "bfloat16", cache: str = "auto", forms: WeightForms = PLAIN
     ) -> Load:
         """dtype: as `model.dtype`, of weights that are not quantized; cache: as `cache.dtype`."""
+        element = element_bytes(dtype)
         return cls(
             spec=spec,
-            weight_bytes=read_bytes(spec, element_bytes=element_bytes(dtype), forms=forms),
+            weight_bytes=read_bytes(spec, element_bytes=element, forms=forms),
+            expert_bytes=expert_bytes(spec, element_bytes=element, forms=forms),
             kv_bytes=kv_bytes_per_token(spec, dtype=kv_dtype(cache, dtype)),
-            element_bytes=element_bytes(dtype),
-            forms=forms,
             speedup=1.0 if forms.layers is Quantization.NONE else _QUANTIZED_SPEEDUP,
         )
 
     def read_weight_bytes(self, tokens: int) -> float:
-        """In a step of so many tokens."""
-        idle = idle_bytes(self.spec, tokens, element_bytes=self.element_bytes, forms=self.forms)
-        return self.weight_bytes - idle
+        """In a step of so many tokens. None of them goes through the share (1 - k/E)^tokens of the experts,
+        when each token's choice is as good as random."""
+        if self.spec.experts is None:
+            return self.weight_bytes
+        return self.weight_bytes - self.expert_bytes * (1 - self.spec.experts.share_per_token) ** tokens
 
     def decode(self, batch: int, context: int) -> Work:
         """One token for each of `batch` sequences of `context` tokens."""

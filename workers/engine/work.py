@@ -3,10 +3,10 @@
     floating-point operations   2 per weight of the linear layers and token
                                 2 per weight of the head and row of logits
                                 4 per layer, query head, element of a head, and pair of query and key
-    bytes read                  all weights once a step, and the keys and values of every context
+    bytes read                  all weights once a step, of experts those that its tokens are likely to
+                                choose, and the keys and values of every context
 
-Not covered: that a step of few tokens reads some of the experts only, norms, activations, the embedding's
-rows, what is written, and what other ranks are told.
+Not covered: norms, activations, the embedding's rows, what is written, and what other ranks are told.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class ModelWork:
     attention_width: int  # layers * query heads * elements of a head
     weight_bytes: int  # of both, with all experts, as they lie in memory
     kv_bytes_per_token: int
+    expert_bytes: int = 0  # of weight_bytes, what belongs to experts
+    expert_share: float = 1.0  # of the experts, those that a token goes through
 
 
 class StepWork(NamedTuple):
@@ -46,4 +48,6 @@ def step_work(model: ModelWork, plan: StepPlan) -> StepWork:
         rows += len(piece.prompt_targets or ()) + (0 if piece.sample is None else 1 + piece.num_drafts)
     flop = 2.0 * (model.linear_weights * tokens + model.head_weights * rows)
     flop += 4.0 * model.attention_width * pairs
-    return StepWork(flop, float(model.weight_bytes + model.kv_bytes_per_token * contexts))
+    # What no token goes through, when each one's choice is as good as random.
+    idle_bytes = model.expert_bytes * (1.0 - model.expert_share) ** tokens
+    return StepWork(flop, model.weight_bytes - idle_bytes + model.kv_bytes_per_token * contexts)

@@ -86,20 +86,26 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """The gated MLPs of a layer of which a row goes through some."""
+    """The gated MLPs of a layer of which a row goes through some; alike in all layers that have any."""
 
-    count: int
-    per_token: int
+    layers: tuple[int, ...]  # that have them, rising; at least one
+    num_experts: int  # of a layer
+    num_per_token: int
     intermediate_size: int  # of each
     is_renormalized: bool  # the shares of the chosen ones are made to add up to 1
 
     def of_rank(self, rank: int, tensor_parallel: int) -> range:
-        """Those that a rank holds; none, where ranks outnumber them."""
+        """Those of a layer that a rank holds; none, where ranks outnumber them."""
         if tensor_parallel > MOST_EQUAL_RANKS:
-            return share(self.count, rank, tensor_parallel)
-        cuts = expert_cuts(self.count)
+            return share(self.num_experts, rank, tensor_parallel)
+        cuts = expert_cuts(self.num_experts)
         leaves = share(len(cuts) - 1, rank, tensor_parallel)
         return range(cuts[leaves.start], cuts[leaves.stop])
+
+    @property
+    def share_per_token(self) -> float:
+        """Of the experts, those that a token goes through."""
+        return self.num_per_token / self.num_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +132,7 @@ class ModelSpec:
     qkv_bias: bool
     output_bias: bool  # of the attention output projection
     mlp_bias: bool
-    experts: tuple[ExpertsSpec | None, ...] = ()  # per layer; None: one MLP; empty: so in all layers
+    experts: ExpertsSpec | None = None  # None: every layer has one MLP
     qk_norm: QkNorm = QkNorm.NONE
     rotary: tuple[RotarySpec | None, ...]  # per layer; None: nothing turns
     learned_positions: bool = False  # a table of max_model_len rows is added to the embedding
@@ -141,7 +147,12 @@ class ModelSpec:
 
     def experts_of_layer(self, index: int) -> ExpertsSpec | None:
         """None: every row goes through the same MLP."""
-        return self.experts[index] if self.experts else None
+        return self.experts if self.experts is not None and index in self.experts.layers else None
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers with one MLP."""
+        return self.num_layers - (0 if self.experts is None else len(self.experts.layers))
 
     @property
     def queries_per_kv_head(self) -> int:

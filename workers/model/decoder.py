@@ -79,7 +79,7 @@ class Decoder:
     @property
     def is_recordable(self) -> bool:
         """Whether `run_batch` waits for nothing by itself; with experts the host counts their rows."""
-        return not any(self.spec.experts)
+        return self.spec.experts is None
 
     @property
     def head_ids(self) -> tuple[int, ...] | None:

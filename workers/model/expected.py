@@ -45,8 +45,8 @@ def _mlp_of_layer(spec: ModelSpec, index: int) -> _Parts:
     names, hidden, experts = spec.weights, spec.hidden_size, spec.experts_of_layer(index)
     if experts is None:
         return _mlp(spec)
-    found = _matrix(spec, names.router, experts.count, hidden, False)
-    for prefix in map(names.expert.format, range(experts.count)):
+    found = _matrix(spec, names.router, experts.num_experts, hidden, False)
+    for prefix in map(names.expert.format, range(experts.num_experts)):
         for up in (names.expert_gate, names.expert_up):
             found += _matrix(spec, prefix + up, experts.intermediate_size, hidden, False)
         found += _matrix(spec, prefix + names.expert_down, hidden, experts.intermediate_size, False)

@@ -23,16 +23,16 @@ class Router:
     """Which experts a row goes through; whole on every rank."""
 
     gate: PackedLinear  # hidden -> experts, float32
-    per_token: int
+    num_per_token: int
     is_renormalized: bool  # the shares of the chosen experts add up to 1
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x (T, hidden) -> ids (T, per_token), rising in each row, and their shares, float32.
+        """x (T, hidden) -> ids (T, num_per_token), rising in each row, and their shares, float32.
 
         Of experts with equal shares the first ones are taken.
         """
         shares, ids = self.gate(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        shares, ids = shares[:, : self.per_token], ids[:, : self.per_token]
+        shares, ids = shares[:, : self.num_per_token], ids[:, : self.num_per_token]
         if self.is_renormalized:
             shares = shares / _sum_in_order(shares)[:, None]
         ids, order = ids.sort(dim=-1)
@@ -46,7 +46,7 @@ class ExpertMlp:
     router: Router
     experts: tuple[DenseMlp, ...]  # each of them whole
     first_id: int  # of those
-    count: int  # of all ranks
+    num_experts: int  # of all ranks
     order: SumOrder  # of those of this rank
     nodes: NodeOrder | None  # of all ranks; None: this is the only one, or parts are added rank by rank
 
@@ -54,7 +54,7 @@ class ExpertMlp:
         """x (T, hidden), equal on all ranks -> what this rank has of the sums."""
         ids, shares = self.router(x)
         per_token, by_slot, share_of = ids.shape[1], ids.flatten(), shares.flatten()
-        counts = torch.bincount(by_slot, minlength=self.count).tolist()
+        counts = torch.bincount(by_slot, minlength=self.num_experts).tolist()
         slots_of = torch.split_with_sizes(by_slot.argsort(stable=True), counts)[self.first_id :]
         sums: list[torch.Tensor] = []
         for leaf, joins in zip(self.order.spans, self.order.joins, strict=True):

@@ -21,7 +21,7 @@ def has_fused_form(spec: ModelSpec) -> bool:
         and spec.norm_places is NormPlaces.BEFORE
         and spec.order is LayerOrder.SERIAL
         and spec.gated_mlp
-        and not any(spec.experts)
+        and spec.experts is None
         and spec.activation is Activation.SILU
         and spec.qk_norm in (QkNorm.NONE, QkNorm.HEADS)
         and len(set(spec.rotary)) == 1

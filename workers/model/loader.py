@@ -185,17 +185,17 @@ class _Loader:
         rank, size = self._parallel.rank, self._parallel.size
         own, order = experts.of_rank(rank, size), None
         if self._orders is not None:
-            order = order_of_experts(experts.count, rank, size)
+            order = order_of_experts(experts.num_experts, rank, size)
         return ExpertMlp(
             router=Router(
                 # Few weights that decide much: never in few bits.
                 gate=self._pack(router, gate, None, Quantization.NONE, torch.float32),
-                per_token=experts.per_token,
+                num_per_token=experts.num_per_token,
                 is_renormalized=experts.is_renormalized,
             ),
             experts=tuple(self._expert(names.of_layer(index, names.expert.format(number))) for number in own),
             first_id=own.start,
-            count=experts.count,
+            num_experts=experts.num_experts,
             order=one_leaf(len(own)) if order is None else order.part,
             nodes=None if order is None or size == 1 else order.nodes,
         )

@@ -20,19 +20,21 @@ def model_work(
     """Over all ranks of a group. KV heads that ranks hold twice are counted once."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (2 * queries + 2 * keys)  # Q, K, V and the output projection
-    experts = [found for found in spec.experts if found is not None]
     dense = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
-    shared = spec.num_layers * attention + (spec.num_layers - len(experts)) * dense
-    # A token goes through some experts of a layer; a step of many reads all.
-    held = shared + sum(3 * spec.hidden_size * one.intermediate_size * one.count for one in experts)
-    linear = shared + sum(3 * spec.hidden_size * one.intermediate_size * one.per_token for one in experts)
+    shared, experts, share = spec.num_layers * attention + spec.num_dense_layers * dense, 0, 1.0
+    if spec.experts is not None:
+        share = spec.experts.share_per_token
+        expert = 3 * spec.hidden_size * spec.experts.intermediate_size
+        experts = len(spec.experts.layers) * spec.experts.num_experts * expert
     head = spec.vocab_size * spec.hidden_size
-    linear_bytes = held * _BYTES.get(forms.layers, dtype.itemsize)
-    head_bytes = head * _BYTES.get(forms.head, dtype.itemsize)
+    layer_bytes = _BYTES.get(forms.layers, dtype.itemsize)
+    head_bytes = _BYTES.get(forms.head, dtype.itemsize)
     return ModelWork(
-        linear_weights=linear,
+        linear_weights=shared + round(experts * share),
         head_weights=head,
         attention_width=spec.num_layers * queries,
-        weight_bytes=round(linear_bytes + head_bytes),
+        weight_bytes=round((shared + experts) * layer_bytes + head * head_bytes),
+        expert_bytes=round(experts * layer_bytes),
+        expert_share=share,
         kv_bytes_per_token=kv_bytes_per_token,
     )

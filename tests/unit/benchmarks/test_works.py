@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.works import WEIGHT_FORMATS, Kind, Work, limit, standard_works, sweep_works
 from cluster.plan.devices import Roofs
+from cluster.plan.models import find_model
 from workers.model.spec import spec_from_config
 
 SPEC = spec_from_config(
@@ -74,3 +75,12 @@ def test_fewer_bytes_a_weight_raise_the_limit_but_keys_and_values_stay() -> None
     read = (BODY + HEAD) / 2 + 4 * 160 * 2 * 2 * 1 * 4 * 2
     found = limit(work, SPEC, WEIGHT_FORMATS["int4"], Roofs(read_bytes_per_s=1e3, flop_per_s=1e12))
     assert found == pytest.approx(4 * 1e3 / read)
+
+
+def test_experts_are_counted_in_the_format_of_the_weights() -> None:
+    """The experts that a token leaves are no more bytes than there are."""
+    spec, roofs = find_model("mixtral-8x7b").spec, Roofs(read_bytes_per_s=1e9, flop_per_s=1e18)
+    one = Work(kind=Kind.DECODE, batch=1, prompt_tokens=1, new_tokens=1)
+    rates = [limit(one, spec, WEIGHT_FORMATS[name], roofs) for name in ("bf16", "int8", "int4")]
+    assert rates[1] == pytest.approx(2 * rates[0], rel=1e-3)
+    assert rates[2] == pytest.approx(4 * rates[0], rel=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from workers.engine.meter import PERIOD_S, WINDOW_S, Ceilings, MeteredModel, StepMeter, usage_of
@@ -47,6 +49,15 @@ def test_decode_reads_all_weights_and_every_context() -> None:
     work = step_work(LLAMA, plan(piece(1, 99), piece(1, 199)))
     assert work.flop == 2 * 2 * (LINEAR + HEAD) + 4 * 32 * 4096 * (100 + 200)
     assert work.read_bytes == 2 * (LINEAR + HEAD) + 300 * 524_288
+
+
+def test_few_tokens_read_few_experts() -> None:
+    """Of 8 experts, 2 a token: one token reads a quarter, two read seven sixteenths, many read all."""
+    experts = LINEAR  # bytes: half of the layers'
+    model = replace(LLAMA, expert_bytes=experts, expert_share=0.25, kv_bytes_per_token=0)
+    for num_tokens, share in ((1, 1 / 4), (2, 7 / 16), (2048, 1.0)):
+        read_bytes = step_work(model, plan(piece(num_tokens))).read_bytes
+        assert read_bytes == LLAMA.weight_bytes - (1 - share) * experts
 
 
 def test_rows_that_are_scored_pay_for_the_head() -> None:

@@ -30,16 +30,16 @@ class Weights:
             return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
 
         self.spec = spec
-        self.gate = draw(spec.count, HIDDEN)
-        self.up = draw(spec.count, 2 * INNER, HIDDEN)
-        self.down = draw(spec.count, HIDDEN, INNER)
+        self.gate = draw(spec.num_experts, HIDDEN)
+        self.up = draw(spec.num_experts, 2 * INNER, HIDDEN)
+        self.down = draw(spec.num_experts, HIDDEN, INNER)
 
     def mlp(self, kernels: Kernels, rank: int = 0, size: int = 1) -> ExpertMlp:
-        own, order = self.spec.of_rank(rank, size), order_of_experts(self.spec.count, rank, size)
+        own, order = self.spec.of_rank(rank, size), order_of_experts(self.spec.num_experts, rank, size)
         return ExpertMlp(
             router=Router(
                 gate=kernels.pack_linear(self.gate, None, torch.float32),
-                per_token=self.spec.per_token,
+                num_per_token=self.spec.num_per_token,
                 is_renormalized=self.spec.is_renormalized,
             ),
             experts=tuple(
@@ -53,7 +53,7 @@ class Weights:
                 for number in own
             ),
             first_id=own.start,
-            count=self.spec.count,
+            num_experts=self.spec.num_experts,
             order=order.part,
             nodes=order.nodes if size > 1 else None,
         )
@@ -63,7 +63,8 @@ class Weights:
         found = torch.zeros_like(x)
         for row, total in zip(x, found, strict=True):
             shares = (self.gate @ row).softmax(-1)
-            chosen = sorted(range(self.spec.count), key=lambda number: -shares[number])[: self.spec.per_token]
+            best_first = sorted(range(self.spec.num_experts), key=lambda number: -shares[number])
+            chosen = best_first[: self.spec.num_per_token]
             whole = shares[chosen].sum() if self.spec.is_renormalized else 1.0
             for number in sorted(chosen):
                 gate, up = (self.up[number] @ row).chunk(2)
@@ -84,7 +85,11 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def spec(count: int, per_token: int, *, is_renormalized: bool = True) -> ExpertsSpec:
     return ExpertsSpec(
-        count=count, per_token=per_token, intermediate_size=INNER, is_renormalized=is_renormalized
+        layers=(0,),
+        num_experts=count,
+        num_per_token=per_token,
+        intermediate_size=INNER,
+        is_renormalized=is_renormalized,
     )
 
 

@@ -125,17 +125,20 @@ def test_refusals(model_type: str, overrides: dict[str, object], message: str) -
 
 
 def test_which_layers_of_qwen3_moe_have_experts() -> None:
-    def sparse(**overrides: object) -> list[int]:
-        return [index for index, found in enumerate(spec("qwen3_moe", **overrides).experts) if found]
+    def sparse(**overrides: object) -> tuple[int, ...]:
+        experts = spec("qwen3_moe", **overrides).experts
+        return () if experts is None else experts.layers
 
-    assert sparse() == [0, 1, 2, 3]
-    assert sparse(decoder_sparse_step=2) == [1, 3]
-    assert sparse(decoder_sparse_step=2, mlp_only_layers=[3]) == [1]
-    assert sparse(mlp_only_layers=[0, 1, 2, 3]) == []
+    assert sparse() == (0, 1, 2, 3)
+    assert sparse(decoder_sparse_step=2) == (1, 3)
+    assert sparse(decoder_sparse_step=3) == (2,)
+    assert sparse(decoder_sparse_step=2, mlp_only_layers=[3]) == (1,)
+    assert sparse(mlp_only_layers=[0, 1, 2, 3]) == ()
     found = spec("qwen3_moe", num_local_experts=5, num_experts_per_tok=2, mlp_only_layers=[0])
     assert found.experts_of_layer(0) is None
+    assert found.num_dense_layers == 1
     assert found.experts_of_layer(1) == ExpertsSpec(
-        count=5, per_token=2, intermediate_size=768, is_renormalized=False
+        layers=(1, 2, 3), num_experts=5, num_per_token=2, intermediate_size=768, is_renormalized=False
     )
     tensors = expected_tensors(found)
     assert tensors["model.layers.0.mlp.gate_proj.weight"] == (96, 64)
@@ -146,8 +149,10 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
 
 def test_experts_of_mixtral_have_the_inner_size_of_the_config() -> None:
     found = spec("mixtral", num_local_experts=3)
-    (experts,) = set(found.experts)
-    assert experts == ExpertsSpec(count=3, per_token=2, intermediate_size=96, is_renormalized=True)
+    experts = found.experts
+    assert experts == ExpertsSpec(
+        layers=(0, 1, 2, 3), num_experts=3, num_per_token=2, intermediate_size=96, is_renormalized=True
+    )
     assert [list(experts.of_rank(rank, 4)) for rank in range(4)] == [[0], [1], [2], []]
     shapes = expected_tensors(found)
     names = [f"model.layers.3.block_sparse_moe.experts.2.w{number}.weight" for number in (1, 2, 3)]

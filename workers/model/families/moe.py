@@ -9,6 +9,7 @@ from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
 from workers.model.families.common import MAX_INNER, MAX_LAYERS
 from workers.model.families.llama import LLAMA_NAMES, Traits, llama_like
+from workers.model.names import WeightNames
 from workers.model.rotary_config import MAX_POSITIONS, RopeKeys
 
 _MAX_EXPERTS = 1024
@@ -43,14 +44,15 @@ def mixtral(fields: ConfigFields) -> ModelSpec:
         rope=RopeKeys(default_theta=1e6),
     )
     plain = llama_like(fields, traits)
-    experts = _experts(
-        fields,
-        count=fields.integer("num_local_experts", 8, high=_MAX_EXPERTS),
-        default_per_token=2,
+    num_experts = fields.integer("num_local_experts", 8, high=_MAX_EXPERTS)
+    experts = ExpertsSpec(
+        layers=tuple(range(plain.num_layers)),
+        num_experts=num_experts,
+        num_per_token=fields.integer("num_experts_per_tok", 2, high=num_experts),
         intermediate_size=plain.intermediate_size,
         is_renormalized=True,
     )
-    return _with_experts(replace(plain, weights=MIXTRAL_NAMES), [experts] * plain.num_layers)
+    return _with_experts(plain, MIXTRAL_NAMES, experts)
 
 
 def qwen3_moe(fields: ConfigFields) -> ModelSpec:
@@ -68,40 +70,26 @@ def qwen3_moe(fields: ConfigFields) -> ModelSpec:
         window=window,
     )
     plain = llama_like(fields, traits)
+    dense: set[int] = set()
+    if fields.has("mlp_only_layers"):
+        dense.update(fields.integers("mlp_only_layers", low=0, high=MAX_LAYERS))
+    step = fields.integer("decoder_sparse_step", 1, high=MAX_LAYERS)
     count_key = "num_experts" if fields.has("num_experts") else "num_local_experts"
-    experts = _experts(
-        fields,
-        count=fields.integer(count_key, 128, high=_MAX_EXPERTS),
-        default_per_token=8,
+    num_experts = fields.integer(count_key, 128, high=_MAX_EXPERTS)
+    experts = ExpertsSpec(
+        layers=tuple(index for index in range(step - 1, plain.num_layers, step) if index not in dense),
+        num_experts=num_experts,
+        num_per_token=fields.integer("num_experts_per_tok", 8, high=num_experts),
         intermediate_size=fields.integer("moe_intermediate_size", 768, high=MAX_INNER),
         is_renormalized=fields.flag("norm_topk_prob", False),
     )
-    step = fields.integer("decoder_sparse_step", 1, high=MAX_LAYERS)
-    dense = []
-    if fields.has("mlp_only_layers"):
-        dense = fields.integers("mlp_only_layers", low=0, high=MAX_LAYERS)
-    by_layer = [
-        experts if index not in dense and (index + 1) % step == 0 else None
-        for index in range(plain.num_layers)
-    ]
-    return _with_experts(replace(plain, weights=QWEN3_MOE_NAMES), by_layer)
+    return _with_experts(plain, QWEN3_MOE_NAMES, experts)
 
 
-def _experts(
-    fields: ConfigFields, *, count: int, default_per_token: int, intermediate_size: int, is_renormalized: bool
-) -> ExpertsSpec:
-    return ExpertsSpec(
-        count=count,
-        per_token=fields.integer("num_experts_per_tok", default_per_token, high=count),
-        intermediate_size=intermediate_size,
-        is_renormalized=is_renormalized,
-    )
-
-
-def _with_experts(plain: ModelSpec, by_layer: list[ExpertsSpec | None]) -> ModelSpec:
-    total = sum(experts.count for experts in by_layer if experts is not None)
+def _with_experts(plain: ModelSpec, names: WeightNames, experts: ExpertsSpec) -> ModelSpec:
+    total = len(experts.layers) * experts.num_experts
     if total > _MAX_EXPERTS_OF_ALL_LAYERS:
         raise CheckpointError(
             f"config.json: {total} experts in all layers; at most {_MAX_EXPERTS_OF_ALL_LAYERS} are supported"
         )
-    return replace(plain, experts=tuple(by_layer))
+    return replace(plain, weights=names, experts=experts if experts.layers else None)

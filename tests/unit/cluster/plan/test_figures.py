@@ -210,7 +210,8 @@ def test_experts_count_where_they_are_used() -> None:
         kv_bytes_per_token=kv,
     )
     assert 20 * work.linear_weights == linear_flop(model.spec, 10)
-    assert work.weight_bytes == load.weight_bytes
+    assert (work.weight_bytes, work.expert_bytes) == (load.weight_bytes, load.expert_bytes)
+    assert load.expert_bytes == 2 * experts and work.expert_share == 1 / 4
 
 
 def test_notes_quote_the_figures(llama: PlannedModel) -> None:
