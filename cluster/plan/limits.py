@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.figures.step_cost import StepCost
 from cluster.plan.arithmetic import attended_pairs, linear_flop, pair_flop
@@ -54,22 +54,26 @@ def decode_rows(
     roofs: Roofs,
     cost: StepCost,
     *,
+    is_measured: bool,
     context: int,
     most: int,
     max_running: int,
     batches: Sequence[int] = BATCHES,
 ) -> list[DecodeRow]:
-    """most: requests that the pool holds; max_running: that the scheduler lets run."""
+    """is_measured: the cost; a derived one reads all experts, which a small batch does not. most: requests
+    that the pool holds; max_running: that the scheduler lets run."""
     rows = []
     for batch in sorted({*batches, most} if 0 < most <= 4096 else {*batches}):
         work = load.decode(batch, context)
+        read_share = 1.0 if is_measured else load.read_weight_bytes(batch) / load.weight_bytes
+        of_batch = replace(cost, weights_s=cost.weights_s * read_share)
         rows.append(
             DecodeRow(
                 batch=batch,
                 fits=batch <= most,
                 runs=batch <= max_running,
                 limit_tokens_per_s=batch / work.seconds(roofs),
-                expected_tokens_per_s=cost.decode_tokens_per_s(batch, context),
+                expected_tokens_per_s=of_batch.decode_tokens_per_s(batch, context),
                 intensity=work.intensity,
                 bound=_bound(work.is_bandwidth_bound(roofs)),
             )

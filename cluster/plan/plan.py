@@ -120,6 +120,7 @@ def make_plan(
             load,
             roofs,
             cost,
+            is_measured=speed.efficiency is None,
             context=shape.context,
             most=memory.num_requests,
             max_running=shape.schedule.max_running,

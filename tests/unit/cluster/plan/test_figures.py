@@ -1,5 +1,6 @@
 """The well-known figures of inference, to the digits in which people quote them."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from cluster.plan.arithmetic import (
     weight_bytes,
 )
 from cluster.plan.devices import DEVICES
+from cluster.plan.limits import decode_rows
 from cluster.plan.memory import Shape, plan_memory
 from cluster.plan.models import REFERENCES, PlannedModel, find_model
 from cluster.plan.roofline import Load
@@ -212,6 +214,23 @@ def test_experts_count_where_they_are_used() -> None:
     assert 20 * work.linear_weights == linear_flop(model.spec, 10)
     assert (work.weight_bytes, work.expert_bytes) == (load.weight_bytes, load.expert_bytes)
     assert load.expert_bytes == 2 * experts and work.expert_share == 1 / 4
+
+
+def test_what_is_expected_of_few_sequences_reads_few_experts() -> None:
+    """A derived cost of bandwidth alone gives the limit; a measured one is left as it is."""
+    load = Load.of(find_model("mixtral-8x7b").spec)
+    cost = replace(load.step_cost(A100), token_s=0.0, row_s=0.0, context_token_s=0.0)
+    rows = {
+        is_measured: decode_rows(
+            load, A100.roofs, cost, is_measured=is_measured, context=1, most=0, max_running=8, batches=(1, 8)
+        )
+        for is_measured in (False, True)
+    }
+    for row in rows[False]:
+        assert row.expected_tokens_per_s == pytest.approx(row.limit_tokens_per_s, rel=1e-4)
+    assert [row.expected_tokens_per_s for row in rows[True]] == pytest.approx(
+        [batch * A100.read_bytes_per_s / load.weight_bytes for batch in (1, 8)]
+    )
 
 
 def test_notes_quote_the_figures(llama: PlannedModel) -> None:
