@@ -17,7 +17,7 @@ from tests.models import checkpoints
 from tests.models.engine_groups import GREEDY, Answer, Client, start_group
 from tests.models.oracle import Oracle
 from workers.engine.step import StepPlan, StepResult
-from workers.runtime.executor import GroupExecutor, LocalExecutor
+from workers.runtime.executor import GroupExecutor
 from workers.runtime.launch import LocalGroup
 from workers.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
@@ -235,7 +235,7 @@ def test_continued_by_another_group(group: LocalGroup) -> None:
 class Watched:
     """An executor that remembers the blocks of every prompt it saw."""
 
-    def __init__(self, executor: LocalExecutor | GroupExecutor) -> None:
+    def __init__(self, executor: GroupExecutor) -> None:
         self.inner = executor
         self.num_blocks = executor.num_blocks
         self.blocks: dict[tuple[int, ...], list[int]] = {}
@@ -257,7 +257,7 @@ def test_damaged_values_end_one_request_and_leave_no_trace(group: LocalGroup) ->
     cleaned before another gets them."""
     prompts = checkpoints.graded_prompts()
     expected = [answer.token_ids for answer in client(group).generate(prompts)]
-    assert isinstance(group.executor, (LocalExecutor, GroupExecutor))
+    assert isinstance(group.executor, GroupExecutor)
     watched = Watched(group.executor)
     mine = Client(group.facts, watched)
     ids = [mine.submit(prompt) for prompt in prompts]
@@ -277,7 +277,7 @@ def test_damaged_values_end_one_request_and_leave_no_trace(group: LocalGroup) ->
 
 
 def test_damaged_values_are_an_error_of_that_request(group: LocalGroup) -> None:
-    assert isinstance(group.executor, (LocalExecutor, GroupExecutor))
+    assert isinstance(group.executor, GroupExecutor)
     watched = Watched(group.executor)
     mine = Client(group.facts, watched)
     first, second = checkpoints.graded_prompts()[2:4]

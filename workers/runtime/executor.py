@@ -1,4 +1,4 @@
-"""The two executors: one rank alone, and rank 0 of several.
+"""Steps from rank 0, which may be the only one.
 
 A step on several ranks: rank 0 flattens the plan, sends it to all followers in one message, and computes it
 like every other rank; logits come together on rank 0, which samples. A forward pass that raises on rank 0
@@ -22,60 +22,19 @@ from workers.runtime.step_codec import encode, encode_moves
 _EXPLAIN_WAIT_S = 1.0  # for the watchdog to find out who died
 
 
-class LocalExecutor:
-    """Runs plans in this process: a group of one rank. Implements `workers.engine.step.Executor`."""
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        draft_model: DraftModel | None = None,
-        draft_heads: MedusaRunner | None = None,
-    ) -> None:
-        self._runner = runner
-        self._draft_model = draft_model
-        self._draft_heads = draft_heads
-
-    @property
-    def runner(self) -> ModelRunner:
-        """Of this process: rank 0's decoder and pool."""
-        return self._runner
-
-    @property
-    def num_blocks(self) -> int:
-        return self._runner.num_blocks
-
-    @property
-    def draft_model(self) -> DraftModel | None:
-        return self._draft_model
-
-    @property
-    def draft_heads(self) -> DraftHeads | None:
-        return self._draft_heads
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        message = encode(plan, self._runner.block_size)
-        builder = ResultBuilder(plan, self._runner.kernels)
-        results = _compute(self._runner.run, message, builder, self._draft_heads)
-        if moves := encode_moves(plan, results, self._runner.block_size):
-            self._runner.run(moves)
-        return results
-
-    def close(self) -> None:
-        """Nothing to end: the process holds all there is."""
-
-
 class GroupExecutor:
     """Runs plans on all ranks; lives on rank 0. Implements `workers.engine.step.Executor`."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        link: LeaderLink,
+        link: LeaderLink | None = None,
         *,
-        on_close: Callable[[], None],
+        on_close: Callable[[], None] = lambda: None,
         draft_model: DraftModel | None = None,
         draft_heads: MedusaRunner | None = None,
     ) -> None:
+        """link: to the other ranks; None: this is the only one. on_close: ends what the group has started."""
         self._runner = runner
         self._draft_model = draft_model
         self._draft_heads = draft_heads
@@ -102,23 +61,30 @@ class GroupExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         message = encode(plan, self._runner.block_size)
         builder = ResultBuilder(plan, self._runner.kernels)  # first: what raises here reaches no follower
-        self._link.send_step(message)
+        self._send(message)
         try:
             results = _compute(self._run, message, builder, self._draft_heads)
             if moves := encode_moves(plan, results, self._runner.block_size):
-                self._link.send_step(moves)
+                self._send(moves)
                 self._run(moves, ())
         finally:
-            self._link.end_step()
+            if self._link is not None:
+                self._link.end_step()
         return results
 
     def close(self) -> None:
         self._on_close()
 
+    def _send(self, message: StepMessage) -> None:
+        if self._link is not None:
+            self._link.send_step(message)
+
     def _run(self, part: StepMessage, draws: Sequence[Draw]) -> Drawn | None:
         try:
             return self._runner.run(part, draws)
         except Exception as error:
+            if self._link is None:
+                raise
             raise self._link.explain(error, _EXPLAIN_WAIT_S) from error
 
 

@@ -45,7 +45,7 @@ from workers.runtime.agreement import (
     num_sharers,
 )
 from workers.runtime.device import make_current
-from workers.runtime.executor import GroupExecutor, LocalExecutor
+from workers.runtime.executor import GroupExecutor
 from workers.runtime.follower_link import FollowerLink
 from workers.runtime.handshake import Facts, Rendezvous, new_token
 from workers.runtime.leader_link import LeaderLink
@@ -180,7 +180,9 @@ class Leader:
         num_blocks = model.measure_blocks(decoder, num_sharers=1)
         facts = model.facts(num_blocks)
         self._runner = model.runner(decoder, num_blocks)
-        self._executor = LocalExecutor(self._runner, model.draft_model(num_blocks), heads)
+        self._executor = GroupExecutor(
+            self._runner, draft_model=model.draft_model(num_blocks), draft_heads=heads
+        )
         return facts
 
     def _load_group(self, link: LeaderLink) -> RankFacts:

@@ -37,7 +37,7 @@ from workers.model.medusa import load_heads
 from workers.model.medusa_folder import MedusaFolder
 from workers.model.parallel import TensorParallel
 from workers.runtime.draft_model import DraftRunner
-from workers.runtime.executor import LocalExecutor
+from workers.runtime.executor import GroupExecutor
 from workers.runtime.medusa import MedusaRunner
 from workers.runtime.runner import ModelRunner
 
@@ -108,8 +108,8 @@ class ThreadRanks:
     def paged(self) -> PagedModel:
         return PagedModel(self, num_blocks=NUM_BLOCKS, block_size=self.block_size, dtype=self.kv_dtype)  # type: ignore[arg-type]
 
-    def executor(self, draft: DraftModel | None = None, heads: MedusaRunner | None = None) -> LocalExecutor:
-        return LocalExecutor(self, draft, heads)  # type: ignore[arg-type]
+    def executor(self, draft: DraftModel | None = None, heads: MedusaRunner | None = None) -> GroupExecutor:
+        return GroupExecutor(self, draft_model=draft, draft_heads=heads)  # type: ignore[arg-type]
 
     def draft(self, folder: Path) -> DraftRunner:
         """A draft model beside them."""

@@ -27,12 +27,12 @@ class FakeRunner:
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.num_passes = 0
-        self._fault = fault
+        self.fault = fault
 
     def run(self, message: StepMessage, draws: Sequence[Draw]) -> Drawn:
         self.num_passes += 1
-        if self._fault is not None:
-            raise self._fault
+        if self.fault is not None:
+            raise self.fault
         logits = torch.zeros(header_of(message).num_logit_rows, VOCAB_SIZE)
         logits[:, 5] = 1.0
         return Drawn(logits, self.kernels.draw(logits, draws, only_finite=True))
@@ -76,3 +76,16 @@ def test_a_request_that_cannot_be_sampled_leaves_the_ranks_in_step() -> None:
     good = piece([1], blocks=[0], sample=task())
     (result,) = group.execute(StepPlan(number=2, slices=(good,))).slices
     assert [found.token_id for found in result.sampled] == [5]
+
+
+def test_of_one_rank_a_fault_is_the_requests() -> None:
+    """The next step begins anew: nobody else has been given anything."""
+    runner = FakeRunner(RuntimeError("no memory"))
+    alone = GroupExecutor(cast(ModelRunner, runner))
+    plan = StepPlan(number=1, slices=(piece([1], blocks=[0], sample=task()),))
+    with pytest.raises(RuntimeError, match="no memory"):
+        alone.execute(plan)
+    runner.fault = None
+    (result,) = alone.execute(plan).slices
+    assert [found.token_id for found in result.sampled] == [5]
+    alone.close()
