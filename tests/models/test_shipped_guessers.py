@@ -7,17 +7,17 @@ from pathlib import Path
 
 import workers.decoding
 from workers.model.checkpoint import Checkpoint
+from workers.model.lending import TARGET_HASH
 from workers.model.medusa_folder import MedusaFolder
-from workers.training.material import weights_sha256
 
 ASSETS = Path(workers.decoding.__file__).parent / "assets" / "SmolLM2-135M-Instruct"
 
 
 def test_they_fit_the_embedded_model(embedded_folder: Path) -> None:
     target = Checkpoint(embedded_folder)
-    sha256 = weights_sha256(target)
     for name in ("medusa", "draft"):
-        assert json.loads((ASSETS / name / "config.json").read_text())["target_sha256"] == sha256
+        config = json.loads((ASSETS / name / "config.json").read_text())
+        assert config[TARGET_HASH] == target.model_hash()
     assert MedusaFolder(ASSETS / "medusa", target).num_heads == 3
     draft = Checkpoint(ASSETS / "draft", lender=target)
     assert draft.has_draft_token_ids

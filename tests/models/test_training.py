@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from workers.model.medusa_folder import MedusaFolder
 from workers.progress import Progress
 from workers.training import draft, medusa
 from workers.training.fit import FitOptions
-from workers.training.material import Material, Plan, lessons_of, prepare, weights_sha256
+from workers.training.material import Material, Plan, lessons_of, prepare
 from workers.training.prompts import Part
 
 HIDDEN, VOCAB, WIDTH = 64, 128, 96
@@ -57,7 +58,7 @@ def test_states_say_the_answers(material: Material, target: Path) -> None:
         [token for number in material.of(Part.HELD_OUT) for token in material.texts[number].answer_ids]
     )
     assert float((said == told).double().mean()) > 0.8
-    assert material.target_sha256 == weights_sha256(Checkpoint(target))
+    assert material.target_hash == Checkpoint(target).model_hash()
 
 
 def test_what_is_there_is_not_made_again(material: Material, target: Path, work: Path) -> None:
@@ -128,6 +129,37 @@ def test_commands(
     printed = capsys.readouterr().out
     assert len(re.findall(r"^(held_out|questions): ", printed, re.MULTILINE)) == 4
     assert len(re.findall(r"^  [123] heads: \d\.\d{3} tokens a step", printed, re.MULTILINE)) == 6
+
+
+def test_guessing_for_another_model_is_said(
+    material: Material, target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    medusa.save(medusa.MedusaHeads(3, HIDDEN), material, tmp_path / "medusa")
+    draft.save(
+        draft.make_draft(Checkpoint(target), [0], 32, material.embedding), material, tmp_path / "draft"
+    )
+    other = shutil.copytree(target, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    own, others = Checkpoint(target), Checkpoint(other)
+    assert own.model_hash() != others.model_hash()
+    for folder in (tmp_path / "medusa", tmp_path / "draft"):
+        for model, warnings in (
+            (own, []),
+            (
+                others,
+                [
+                    f"{folder} was trained to guess for the model with the hash {own.model_hash()}, that of "
+                    f"{other} is {others.model_hash()}: guesses will be right less often"
+                ],
+            ),
+        ):
+            caplog.clear()
+            if folder.name == "medusa":
+                MedusaFolder(folder, model)
+            else:
+                Checkpoint(folder, lender=model)
+            assert [record.message for record in caplog.records] == warnings
 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

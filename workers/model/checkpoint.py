@@ -22,7 +22,12 @@ from workers.model.formats.declared import layout_from_config
 from workers.model.formats.expected import expected_parts, problem_with, stem_in
 from workers.model.formats.layouts import Entries, Layout
 from workers.model.joined_experts import single_matrices
-from workers.model.lending import DRAFT_TOKEN_IDS, lent_tensors, problem_with_ids
+from workers.model.lending import (
+    DRAFT_TOKEN_IDS,
+    lent_tensors,
+    problem_with_ids,
+    warn_of_another_target,
+)
 from workers.model.names import WeightNames
 from workers.model.safetensors_header import SafetensorsHeader, TensorEntry
 from workers.model.spec import spec_from_config
@@ -69,6 +74,9 @@ class Checkpoint:
         self._headers = read_weight_headers(self.folder)
         own = _collect(self._headers, self.spec.weights)
         self.has_draft_token_ids = lender is not None and DRAFT_TOKEN_IDS in own
+        if lender is not None:
+            fields = ConfigFields(self.config, str(self.folder / "config.json"))
+            warn_of_another_target(self.folder, fields, lender)
         lent = {} if lender is None else lent_tensors(self.folder, self.spec, self.layout, own, lender)
         self.tensors: Mapping[str, StoredTensor] = {**own, **lent}
         self.entries: Entries = {name: stored.entry for name, stored in self.tensors.items()}

@@ -8,12 +8,14 @@ Frequency-Ranked Speculative Sampling", 2025).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workers.model.architecture import ModelSpec, NormKind
+from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
 from workers.model.formats.expected import stem_in
 from workers.model.formats.layouts import Layout
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from workers.model.checkpoint import Checkpoint, StoredTensor
 
 DRAFT_TOKEN_IDS = "draft_token_ids"
+TARGET_HASH = "target_model_hash"  # in config.json: `Checkpoint.model_hash` of the model it was trained for
+_log = logging.getLogger(__name__)
 
 
 def lent_tensors(
@@ -73,6 +77,24 @@ def lent_tensors(
             f"{lender.spec.hidden_size}: a draft model of another size needs {', '.join(found)} of its own"
         )
     return found
+
+
+def warn_of_another_target(folder: Path, fields: ConfigFields, model: Checkpoint) -> None:
+    """Says so when the folder, whose config `fields` reads, was trained to guess for another model than this
+    one. It is no error: answers are the model's own, whatever is guessed, and a copy of the model in fewer
+    bits is another one too. Raises CheckpointError for a hash that is no text."""
+    if not fields.has(TARGET_HASH):
+        return
+    trained_for, served = fields.text(TARGET_HASH), model.model_hash()
+    if trained_for != served:
+        _log.warning(
+            "%s was trained to guess for the model with the hash %s, that of %s is %s: guesses will be right "
+            "less often",
+            folder,
+            trained_for[:64],
+            model.folder,
+            served,
+        )
 
 
 def _norm_of(spec: ModelSpec) -> tuple[NormKind, bool, float]:

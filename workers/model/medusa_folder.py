@@ -1,6 +1,6 @@
 """A folder of Medusa heads: `config.json` and `heads.safetensors`, checked against the model they look into.
 
-    config.json         model_type "tandem_medusa", hidden_size, num_heads, vocab_size
+    config.json         model_type "tandem_medusa", hidden_size, num_heads, vocab_size, target_model_hash
     heads.safetensors   heads.{i}.weight (hidden, hidden), heads.{i}.bias (hidden,)
                         draft_token_ids (V',) int32, rising: the tokens that they guess
 
@@ -18,7 +18,7 @@ from workers.model.config_fields import ConfigFields
 from workers.model.errors import CheckpointError
 from workers.model.files import read_json, resolve_inside
 from workers.model.formats.expected import FLOATS
-from workers.model.lending import DRAFT_TOKEN_IDS, problem_with_ids
+from workers.model.lending import DRAFT_TOKEN_IDS, problem_with_ids, warn_of_another_target
 from workers.model.safetensors_header import read_header
 
 _MODEL_TYPE = "tandem_medusa"
@@ -47,6 +47,7 @@ class MedusaFolder:
                     f"{self.folder}: {name} is {theirs}, that of {model.folder} is {ours}: heads fit the "
                     "model that they were trained with"
                 )
+        warn_of_another_target(self.folder, fields, model)
         self.file = resolve_inside(self.folder, "heads.safetensors")
         self._check_tensors(model.spec.hidden_size, model.spec.vocab_size)
 

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
 from workers.model.checkpoint import Checkpoint
+from workers.model.lending import TARGET_HASH
 from workers.progress import Progress
 from workers.training.acceptance import right_from_agreement, walk
 from workers.training.command import add_plan_options, at_least_one, run_training
@@ -130,7 +131,7 @@ def score(draft: Draft, material: Material, part: Part) -> tuple[float, list[flo
 def save(draft: Draft, material: Material, folder: Path) -> None:
     """Writes the two files. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**draft.config.to_dict(), "dtype": "bfloat16", "target_sha256": material.target_sha256}
+    config = {**draft.config.to_dict(), "dtype": "bfloat16", TARGET_HASH: material.target_hash}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {name: value.bfloat16().contiguous() for name, value in draft.weights().items()}
     tensors["draft_token_ids"] = material.draft_token_ids.to(torch.int32)

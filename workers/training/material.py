@@ -11,7 +11,6 @@ than the one token that it said (Zhou et al., "DistillSpec", 2023): each place o
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ class Lessons:
 class Material:
     """Of one target. Rows belong to answer tokens, as `workers.training.states` has them."""
 
-    target_sha256: str
+    target_hash: str  # `Checkpoint.model_hash`
     target_bytes: int  # of its weights
     texts: Sequence[Text]
     starts: Sequence[int]  # the first row of each text, and the number of rows
@@ -89,10 +88,11 @@ class Material:
 def prepare(plan: Plan, progress: Progress) -> Material:
     """Writes and computes what is not there yet. Raises CheckpointError, TextError, ValueError, OSError."""
     checkpoint = Checkpoint(plan.folder)
-    progress.start("reading the target")
-    sha256 = weights_sha256(checkpoint)
+    target_hash = checkpoint.model_hash()
     plan.work.mkdir(parents=True, exist_ok=True)
-    header = Header(target_sha256=sha256, seed=plan.seed, count=plan.num_prompts, max_tokens=plan.max_tokens)
+    header = Header(
+        target_hash=target_hash, seed=plan.seed, count=plan.num_prompts, max_tokens=plan.max_tokens
+    )
     texts = write_texts(
         plan.work / "text.jsonl",
         header,
@@ -110,7 +110,7 @@ def prepare(plan: Plan, progress: Progress) -> Material:
     place = torch.full((len(head),), -1)
     place[draft_token_ids] = torch.arange(len(draft_token_ids))
     return Material(
-        target_sha256=sha256,
+        target_hash=target_hash,
         target_bytes=checkpoint.weight_bytes,
         texts=texts,
         starts=row_starts(texts),
@@ -144,17 +144,6 @@ def lessons_of(material: Material) -> Lessons:
             places.append(where)
             shares.append(likely.softmax(dim=1))
     return Lessons(places=torch.cat(places), shares=torch.cat(shares))
-
-
-def weights_sha256(checkpoint: Checkpoint) -> str:
-    """Hex sha256 of all bytes of the weight files, one behind the other by name: of the usual single file its
-    own."""
-    digest = hashlib.sha256()
-    for file in sorted({stored.file for stored in checkpoint.tensors.values()}):
-        with file.open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:

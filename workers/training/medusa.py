@@ -9,7 +9,7 @@ W_i and b_i are all that is trained; they begin at zero, where the head guesses 
 Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", 2024, here
 with one layer a head, over the target's own head instead of one of its own for each.
 
-    config.json        model_type, hidden_size, num_heads, vocab_size, target_sha256
+    config.json        model_type, hidden_size, num_heads, vocab_size, target_model_hash
     heads.safetensors  heads.{i}.weight [hidden, hidden] and heads.{i}.bias [hidden] in bfloat16,
                        draft_token_ids [V'] in int32
 """
@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from workers.model.lending import TARGET_HASH
 from workers.progress import Progress
 from workers.training.acceptance import walk
 from workers.training.command import add_plan_options, at_least_one, run_training
@@ -119,7 +120,7 @@ def save(heads: MedusaHeads, material: Material, folder: Path) -> None:
         "hidden_size": hidden_size,
         "num_heads": num_heads,
         "vocab_size": len(material.embedding),
-        "target_sha256": material.target_sha256,
+        TARGET_HASH: material.target_hash,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {"draft_token_ids": material.draft_token_ids.to(torch.int32)}

@@ -1,6 +1,6 @@
 """The model's own answers to prompts, kept in a file that grows answer by answer and can be gone on with.
 
-    {"target_sha256": ..., "seed": ..., "count": ..., "max_tokens": ...}
+    {"target_hash": ..., "seed": ..., "count": ..., "max_tokens": ...}
     {"number": 0, "part": "training", "prompt_ids": [...], "answer_ids": [...]}
     ...
 
@@ -39,7 +39,7 @@ class TextError(Exception):
 class Header:
     """What the texts of a file are; its first line."""
 
-    target_sha256: str  # of the model that wrote them
+    target_hash: str  # `Checkpoint.model_hash` of the model that wrote them
     seed: int  # of prompts and sampling
     count: int  # prompts that are made from templates
     max_tokens: int  # longest answer

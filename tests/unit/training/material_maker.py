@@ -27,7 +27,7 @@ def make_material(seed: int = 0) -> Material:
     stride_of = torch.tensor([1 + text.number % 2 for text in texts for _ in text.answer_ids])
     states = 8 * rows[answers] + 4 * rows[(answers + stride_of) % VOCAB]
     return Material(
-        target_sha256="0" * 64,
+        target_hash="0" * 64,
         target_bytes=VOCAB * HIDDEN * 2,
         texts=texts,
         starts=row_starts(texts),

@@ -63,7 +63,7 @@ def test_the_files_have_the_names_and_shapes(heads: MedusaHeads, tmp_path: Path)
         "hidden_size": HIDDEN,
         "num_heads": 2,
         "vocab_size": VOCAB,
-        "target_sha256": "0" * 64,
+        "target_model_hash": "0" * 64,
     }
     stored = load_file(tmp_path / "medusa/heads.safetensors")
     assert {name: (tuple(value.shape), value.dtype) for name, value in stored.items()} == {

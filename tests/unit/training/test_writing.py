@@ -11,7 +11,7 @@ import pytest
 from workers.training.prompts import Part
 from workers.training.writing import Header, Text, TextError, _drop_cut_line, read_texts
 
-HEADER = Header(target_sha256="ab", seed=1, count=10, max_tokens=8)
+HEADER = Header(target_hash="ab", seed=1, count=10, max_tokens=8)
 LINES = [
     {"number": 1, "part": "held_out", "prompt_ids": [5], "answer_ids": [6, 7]},
     {"number": 0, "part": "training", "prompt_ids": [3], "answer_ids": [4]},
@@ -39,7 +39,7 @@ def test_a_line_that_was_cut_is_written_again(tmp_path: Path) -> None:
     assert file.read_bytes() == _write(tmp_path / "whole.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("content", ["", '{"target_sha'])
+@pytest.mark.parametrize("content", ["", '{"target_ha'])
 def test_a_file_that_was_only_just_begun_is_begun_again(tmp_path: Path, content: str) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text(content)
@@ -51,7 +51,7 @@ def test_a_file_that_was_only_just_begun_is_begun_again(tmp_path: Path, content:
 def test_texts_of_another_model_are_refused(tmp_path: Path) -> None:
     file = _write(tmp_path / "text.jsonl")
     with pytest.raises(TextError, match=r"text\.jsonl begins with .*delete it first"):
-        read_texts(file, replace(HEADER, target_sha256="cd"))
+        read_texts(file, replace(HEADER, target_hash="cd"))
     file.write_text("one line of somebody else's")
     with pytest.raises(TextError, match=r"begins with .one line of.*delete it first"):
         read_texts(file, HEADER)
