@@ -29,6 +29,7 @@ COMPILE_TIMEOUT_S = 5.0
 _COMPILE_THREADS = 2  # one slow grammar does not hold up all others
 _MAX_PENDING = 256  # different grammars that are being compiled or wait for it
 _MAX_KEPT = 64  # compiled grammars
+_MAX_KEPT_BYTES = 768 << 20  # that they may come to take together; the newest one is kept in any case
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,11 @@ class AnswerEnd:
 
 class CompiledGrammar(Protocol):
     """A grammar that any number of answers can follow."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it may come to take, about, as answers follow it."""
+        ...
 
     def begin(self, end: AnswerEnd, output: Sequence[int]) -> GrammarState:
         """For an answer that has these tokens already. Raises GrammarRefused when they do not fit."""
@@ -135,7 +141,7 @@ class Grammars:
 
     def collect(self) -> list[tuple[EngineSequence, GrammarRefused]]:
         """Gives sequences the states that are ready; returns one of each request that cannot have any."""
-        self.has_news = False
+        has_news, self.has_news = self.has_news, False
         uncertain = self._keep_compiled()
         refused: list[tuple[EngineSequence, GrammarRefused]] = []
         left: list[_Waiting] = []
@@ -156,8 +162,8 @@ class Grammars:
         self._waiting = left
         for grammar in uncertain:
             del self._kept[grammar]
-        while len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
+        if has_news:
+            self._forget()
         return refused
 
     def start(self, sequences: Sequence[EngineSequence], slices: Sequence[SequenceSlice]) -> None:
@@ -205,11 +211,18 @@ class Grammars:
                 continue
             error = future.exception()
             if error is not None and not isinstance(error, GrammarRefused):
+                _log.error("a grammar fails to compile", exc_info=error)
                 error = GrammarRefused(f"it could not be compiled ({type(error).__name__})")
             self._kept[grammar] = future.result() if error is None else error
             if error is not None and error.code == TOO_BUSY:
                 uncertain.append(grammar)
         return uncertain
+
+    def _forget(self) -> None:
+        """The oldest ones that are too many, or too large together."""
+        num_bytes = sum(_num_bytes(*entry) for entry in self._kept.items())
+        while len(self._kept) > _MAX_KEPT or (num_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1):
+            num_bytes -= _num_bytes(*self._kept.popitem(last=False))
 
     def _check_overdue(self, waiting: _Waiting) -> None:
         """Raises GrammarRefused when a request has waited for too long."""
@@ -231,6 +244,11 @@ class Grammars:
         """In a compile thread."""
         self._began_s[grammar] = self._clock()
         return backend.compile(grammar)
+
+
+def _num_bytes(grammar: Grammar, compiled: CompiledGrammar | GrammarRefused) -> int:
+    """Memory that it may come to take to keep it, about."""
+    return len(grammar.text) + (0 if isinstance(compiled, GrammarRefused) else compiled.num_bytes)
 
 
 def _attach(grammar: CompiledGrammar, sequences: list[EngineSequence]) -> None:

@@ -3,7 +3,7 @@
 What a hostile grammar can cost: compiling is bounded by the size of its text, by llguidance's limits, by
 those of the process in which it is tried first (see `trial`), and by the deadline of
 `workers.engine.grammars`; each token by the limits of a step and the budget of an answer (see `matching`).
-Memory: the states of a lexer, about 1 kB each.
+Memory: what is compiled, and the states of a lexer, which the answers of a grammar share.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from workers.engine.grammars import GrammarRefused
 from workers.engine.step import GrammarFailed
-from workers.structured.matching import LlguidanceGrammar, check_first
+from workers.structured.matching import LlguidanceGrammar
 from workers.structured.source import source_of
 from workers.structured.trial import Trials
 from workers.structured.vocabulary import VocabularyUnknown, read_vocabulary
 from workers.types import Grammar, GrammarKind
 
-_MAX_LEXER_STATES = 20_000
+_MAX_LEXER_STATES = 20_000  # of a grammar, for all its answers; they are made as tokens are looked at
+# Measured with llguidance 1.9 over schemas, choices, expressions and grammars of 60 kB: at most.
+_BYTES_OF_SOURCE = 100  # of a compiled grammar, for each of its text
+_BYTES_OF_STATE = 1200
 _MAX_MESSAGE = 500
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 
@@ -61,15 +64,20 @@ class LlguidanceBackend:
         source = source_of(grammar)
         if problem := self._trials.problem_with(source):
             raise GrammarRefused(_message(problem, grammar.kind))
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise GrammarRefused(_message(matcher.get_error(), grammar.kind))
+        tokenizer = self._tokenizer
+
+        def make() -> LLMatcher:
+            limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise GrammarRefused(_message(matcher.get_error(), grammar.kind))
+            return matcher
+
+        num_bytes = _BYTES_OF_SOURCE * len(source) + _BYTES_OF_STATE * _MAX_LEXER_STATES
         try:
-            first_s = check_first(matcher, self._vocab_size)
+            return LlguidanceGrammar(make, self._vocab_size, num_bytes)
         except GrammarFailed as error:
             raise GrammarRefused(_message(f"no answer can follow it: {error}", grammar.kind)) from None
-        return LlguidanceGrammar(matcher, self._vocab_size, first_s)
 
 
 def _message(problem: str, kind: GrammarKind) -> str:

@@ -2,12 +2,19 @@
 
 Which tokens may come next: those that the grammar goes on with, and where it may end, the ids that end the
 choice. `llguidance` lets other threads run while it finds them.
+
+The states of a grammar's lexer are shared by all answers that follow it, and there may be so many and no
+more. So they run out in the course of many answers: the answer that finds no room compiles the grammar anew
+and replays its tokens, those after it begin there too, and the old lexer goes when nobody has it any more.
+An answer that needs more states for itself at one point ends.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,42 +26,75 @@ from workers.engine.step import GrammarFailed
 # CPU time of the thread, so that a busy machine changes nothing: an answer's in all, and more by token.
 _MAX_FIRST_S = 0.5
 _MAX_TOKEN_S = 0.01
+_NO_ROOM = "too many states"  # in the error of a matcher whose lexer may have no more; no code says so
 
 _Bits = npt.NDArray[np.uint8]
+Result = TypeVar("Result")
 
 
 class LlguidanceGrammar:
-    """Implements `workers.engine.grammars.CompiledGrammar`."""
+    """Implements `workers.engine.grammars.CompiledGrammar`. Any thread may use it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, first_s: float) -> None:
-        """matcher: at the beginning, and good; `first_s` is what `check_first` took."""
-        self._matcher = matcher
+    def __init__(self, make: Callable[[], LLMatcher], vocab_size: int, num_bytes: int) -> None:
+        """make: compiles it; a matcher at the beginning, and good. Raises GrammarFailed when no answer can
+        begin, or only an empty one, and what `make` raises."""
+        self.num_bytes = num_bytes
+        self._make = make
         self._vocab_size = vocab_size
-        self._first_s = first_s
+        self._lock = threading.Lock()  # guards the two below
+        self._matcher = make()  # copies have its lexer
+        self._number = 0  # of that lexer
+        self._first_s = self._seconds_of_first()
 
     def begin(self, end: AnswerEnd, output: Sequence[int]) -> LlguidanceState:
         """The state of an answer after `output`. Raises GrammarRefused when that does not fit."""
-        matcher = self._matcher.deep_copy()
-        if output and not matcher.consume_tokens(list(output)):
-            raise GrammarRefused("the tokens that the answer has begun with do not fit its grammar")
-        return LlguidanceState(matcher, self._vocab_size, end, len(output), self._first_s)
+        return LlguidanceState(self, self._vocab_size, end, output, self._first_s)
+
+    def copy(self, full: int | None = None) -> tuple[LLMatcher, int]:
+        """A matcher at the beginning, and the number of its lexer: of another one than `full`."""
+        with self._lock:
+            if full == self._number:
+                self._matcher = self._make()
+                self._number += 1
+            return self._matcher.deep_copy(), self._number
+
+    def _seconds_of_first(self) -> float:
+        """Of computing, for a first token."""
+        began = time.thread_time()
+        LlguidanceState(self, self._vocab_size, AnswerEnd(token_ids=(), min_tokens=0), (), 0.0).first_row()
+        return time.thread_time() - began
 
 
 class LlguidanceState:
     """Implements `workers.engine.masks.GrammarState`."""
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, end: AnswerEnd, num_output: int, cost_s: float
+        self,
+        grammar: LlguidanceGrammar,
+        vocab_size: int,
+        end: AnswerEnd,
+        output: Sequence[int],
+        cost_s: float,
     ) -> None:
+        """Raises GrammarRefused when `output` does not fit."""
         self.cost_s = cost_s
-        self._matcher = matcher
+        self._grammar = grammar
         self._vocab_size = vocab_size
         self._end = end
-        self._num_output = num_output
+        self._tokens: list[int] = []  # of the answer, but for one that ends it
+        self._matcher, self._number = grammar.copy()
+        self._is_behind = False  # the matcher has not taken the tokens yet
         self._rows: list[bytes | None] = []
         self._failure: str | None = None
         self._spent_s = 0.0
         self._is_complete = False
+        try:
+            self._with_room(lambda: self._consume(output))
+        except GrammarFailed as failed:
+            raise GrammarRefused(
+                f"the tokens that the answer has begun with do not fit its grammar: {failed}"
+            ) from None
+        self._tokens += output
 
     @property
     def is_complete(self) -> bool:
@@ -67,35 +107,21 @@ class LlguidanceState:
         if self._failure is not None:
             return
         began = time.thread_time()
-        self._num_output += 1
-        if not self._matcher.consume_token(token_id):
-            self._failure = _first_line(self._matcher.get_error())
-        elif self._matcher.is_stopped():
-            self._is_complete = True
-        elif self._matcher.is_accepting() and not self._may_end(0):
-            # No token will end it, so it has to be found out here whether anything can follow.
-            try:
-                self._is_complete = not self._followers()[0].any()
-            except GrammarFailed as failed:
-                self._failure = str(failed)
+        try:
+            self._with_room(lambda: self._consume((token_id,)))
+            self._tokens.append(token_id)
+            self._is_complete = self._with_room(self._has_ended)
+        except GrammarFailed as failed:
+            self._failure = str(failed)
         self._spent_s += time.thread_time() - began
 
     def fill(self, drafts: Sequence[int]) -> None:
         began = time.thread_time()
-        num_consumed = 0
-        self._rows = []
         try:
-            for index in range(len(drafts) + 1):
-                self._rows.append(self._row(index))
-                if index < len(drafts):
-                    if not self._matcher.consume_token(drafts[index]):
-                        raise GrammarFailed(_first_line(self._matcher.get_error()))
-                    num_consumed += 1
-            if num_consumed:
-                self._matcher.rollback(num_consumed)
+            self._rows = self._with_room(lambda: self._rows_of(drafts))
             spent_s = self._spent_s + time.thread_time() - began
-            if spent_s > _MAX_FIRST_S + _MAX_TOKEN_S * self._num_output:
-                raise GrammarFailed(f"it took {spent_s:.1f} s of computing for {self._num_output} tokens")
+            if spent_s > _MAX_FIRST_S + _MAX_TOKEN_S * len(self._tokens):
+                raise GrammarFailed(f"it took {spent_s:.1f} s of computing for {len(self._tokens)} tokens")
         except GrammarFailed as failed:
             self._failure = str(failed)
         self.cost_s = time.thread_time() - began
@@ -103,13 +129,55 @@ class LlguidanceState:
 
     def bits(self, num_drafts: int) -> bytes | None:
         if self._failure is not None:
-            message = f"The answer's grammar cannot go on after {self._num_output} tokens: {self._failure}"
+            message = f"The answer's grammar cannot go on after {len(self._tokens)} tokens: {self._failure}"
             raise GrammarFailed(message)
         return self._rows[num_drafts]
 
+    def first_row(self) -> bytes | None:
+        """What `bits(0)` gives out after `fill(())`. Raises GrammarFailed."""
+        return self._row(0)
+
+    def _with_room(self, call: Callable[[], Result]) -> Result:
+        """What it gives; called again, with another lexer, when this one has no room. The next one may be
+        full of others' states too, the one after that is new. It begins with the matcher behind the tokens.
+        Raises GrammarFailed."""
+        for is_last in (False, False, True):
+            try:
+                if self._is_behind:
+                    self._consume(self._tokens)
+                    self._is_behind = False
+                return call()
+            except GrammarFailed:
+                if is_last or _NO_ROOM not in self._matcher.get_error():
+                    raise
+            self._matcher, self._number = self._grammar.copy(full=self._number)
+            self._is_behind = True
+        raise AssertionError("the last call returns or raises")
+
+    def _consume(self, token_ids: Sequence[int]) -> None:
+        """Raises GrammarFailed when they do not follow."""
+        if token_ids and not self._matcher.consume_tokens(list(token_ids)):
+            raise GrammarFailed(_first_line(self._matcher.get_error()))
+
+    def _has_ended(self) -> bool:
+        """Whether nothing may follow. Where a token will end it, that is the engine's to see."""
+        if self._matcher.is_stopped():
+            return True
+        return self._matcher.is_accepting() and not self._may_end(0) and not self._followers()[0].any()
+
+    def _rows_of(self, drafts: Sequence[int]) -> list[bytes | None]:
+        """For the next token and the one after each of the drafts."""
+        rows = [self._row(0)]
+        for index in range(len(drafts)):
+            self._consume(drafts[index : index + 1])
+            rows.append(self._row(index + 1))
+        if drafts:
+            self._matcher.rollback(len(drafts))
+        return rows
+
     def _may_end(self, num_drafts: int) -> bool:
         """Whether a token may end the answer when the grammar may."""
-        return bool(self._end.token_ids) and self._num_output + num_drafts >= self._end.min_tokens
+        return bool(self._end.token_ids) and len(self._tokens) + num_drafts >= self._end.min_tokens
 
     def _row(self, num_drafts: int) -> bytes | None:
         """None: nothing is forbidden, because this row's token will not be looked at."""
@@ -134,15 +202,6 @@ class LlguidanceState:
         bits[place] &= mask - 1
         bits[place + 1 :] = 0
         return bits, is_accepting
-
-
-def check_first(matcher: LLMatcher, vocab_size: int) -> float:
-    """Seconds of computing for a first token. Raises GrammarFailed when no answer can begin, or only an empty
-    one. Leaves the matcher as it is."""
-    began = time.thread_time()
-    end = AnswerEnd(token_ids=(), min_tokens=0)
-    LlguidanceState(matcher.deep_copy(), vocab_size, end, 0, 0.0)._row(0)
-    return time.thread_time() - began
 
 
 def _first_line(text: str) -> str:

@@ -28,6 +28,7 @@ class Rising:
         self.output: list[int] = []
         self.rows: list[bytes] = []
         self.cost_s = 0.0
+        self.num_bytes = 1000
         self.fails_after: int | None = None
 
     def begin(self, end: AnswerEnd, output: Sequence[int]) -> Rising:
@@ -77,6 +78,7 @@ class Backend:
         self.is_busy = False
         self.fails_after: int | None = None
         self.cost_s: dict[str, float] = {}  # of masks
+        self.num_bytes = 1000  # of each grammar
 
     def compile(self, grammar: Grammar) -> Rising:
         assert self.gate.wait(20)
@@ -91,6 +93,7 @@ class Backend:
         rising = Rising(modulus, most)
         rising.fails_after = self.fails_after
         rising.cost_s = self.cost_s.get(grammar.text, 0.0)
+        rising.num_bytes = self.num_bytes
         return rising
 
 

@@ -86,6 +86,28 @@ def test_a_compiled_grammar_is_kept() -> None:
     assert backend.compiled == ["2 3"]
 
 
+@pytest.mark.parametrize(("num_bytes", "num_kept"), [(1000, 64), (200 << 20, 3), (800 << 20, 1)])
+def test_the_oldest_grammars_are_forgotten_when_they_are_many_or_large(num_bytes: int, num_kept: int) -> None:
+    """64 of them, or 768 MiB, but the newest one in any case."""
+    backend = Backend()
+    backend.num_bytes = num_bytes
+    engine = engine_of(backend)
+    texts = [f"2 {most}" for most in range(3, 3 + num_kept + 2)]
+
+    def ask(text: str) -> None:
+        engine.add(with_grammar(make_request(text, numbers(5), 3), text))
+        settled(engine)
+
+    for text in texts:
+        ask(text)
+    assert backend.compiled == texts
+    for text in texts[2:]:
+        ask(text)
+    assert backend.compiled == texts  # those are kept
+    ask(texts[1])
+    assert backend.compiled == [*texts, texts[1]]
+
+
 def test_what_could_not_be_compiled_just_now_is_tried_again() -> None:
     backend = Backend()
     backend.is_busy = True

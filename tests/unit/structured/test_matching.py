@@ -8,27 +8,91 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from tests.models.toy_tokenizers import byte_tokenizer
-from workers.engine.grammars import AnswerEnd
+from workers.engine.grammars import AnswerEnd, GrammarRefused
 from workers.engine.step import GrammarFailed
-from workers.structured.matching import LlguidanceGrammar
+from workers.structured.matching import LlguidanceGrammar, LlguidanceState
 from workers.structured.source import source_of
 from workers.structured.vocabulary import read_vocabulary
 from workers.types import Grammar, GrammarKind
 
 VOCAB_SIZE = 259
+NO_END = AnswerEnd(token_ids=(), min_tokens=0)
+
+
+class Made:
+    """A grammar whose lexer may have so many states, and how often it was compiled."""
+
+    def __init__(self, folder: Path, text: str, max_states: int) -> None:
+        tokenizer = byte_tokenizer()
+        tokenizer.save_pretrained(folder)
+        self._vocabulary = read_vocabulary(folder, VOCAB_SIZE)
+        self._source = source_of(Grammar(kind=GrammarKind.REGEX, text=text))
+        self._max_states = max_states
+        self.count = 0
+        self.ids = {letter: tokenizer.encode(letter)[-1] for letter in "abc"}
+        self.grammar = LlguidanceGrammar(self._make, VOCAB_SIZE, 0)
+
+    def _make(self) -> LLMatcher:
+        self.count += 1
+        limits = LLParserLimits(max_lexer_states=self._max_states, verbose_errors=False)
+        return LLMatcher(self._vocabulary, self._source, log_level=0, limits=limits)
+
+    def ids_of(self, letters: str) -> list[int]:
+        return [self.ids[letter] for letter in letters]
+
+    def allowed(self, state: LlguidanceState, drafts: str = "") -> list[str]:
+        """After the state and after each draft, the letters that may follow."""
+        state.fill(self.ids_of(drafts))
+        rows = [state.bits(number) for number in range(len(drafts) + 1)]
+        assert None not in rows
+        return [
+            "".join(letter for letter, i in self.ids.items() if row and row[i >> 3] >> (i & 7) & 1)
+            for row in rows
+        ]
 
 
 def test_a_limit_that_is_reached_while_a_token_is_accepted_is_said_by_the_next_mask(tmp_path: Path) -> None:
     """Whether anything may follow is looked for there when no end id would tell."""
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    source = source_of(Grammar(kind=GrammarKind.REGEX, text="[ab]*|[ab]*a[ab]{30}c"))
-    limits = LLParserLimits(max_lexer_states=40, verbose_errors=False)
-    matcher = LLMatcher(read_vocabulary(tmp_path, VOCAB_SIZE), source, log_level=0, limits=limits)
-    state = LlguidanceGrammar(matcher, VOCAB_SIZE, 0.0).begin(AnswerEnd(token_ids=(), min_tokens=0), ())
-    for letter in "abababababab":
-        state.accept(tokenizer.encode(letter)[-1])
+    made = Made(tmp_path, "[ab]*|[ab]*a[ab]{30}c", 25)
+    state = made.grammar.begin(NO_END, ())
+    for token_id in made.ids_of("abababababab"):
+        state.accept(token_id)
     state.fill(())
-    with pytest.raises(GrammarFailed, match="after 12 tokens: lexer error: too many states"):
+    with pytest.raises(GrammarFailed, match="after 7 tokens: lexer error: too many states"):
         state.bits(0)
     assert not state.is_complete
+
+
+# Of the last six letters each combination is a state: 64 and some, of which an answer of eight has a few.
+COMBINATIONS, ENOUGH_FOR_ONE = "[ab]*a[ab]{5}c", 40
+WORDS = [f"{number:08b}".replace("0", "a").replace("1", "b") for number in range(256)]
+
+
+def test_states_that_others_have_used_up_are_no_limit(tmp_path: Path) -> None:
+    made = Made(tmp_path, COMBINATIONS, ENOUGH_FOR_ONE)
+    for word in WORDS:
+        state = made.grammar.begin(AnswerEnd(token_ids=(2,), min_tokens=0), ())
+        for length, letter in enumerate(word, 1):
+            state.accept(made.ids[letter])
+            ends = length > 5 and word[length - 6] == "a"
+            assert made.allowed(state) == ["abc" if ends else "ab"], word[:length]
+        state.accept(made.ids["c"]) if word[2] == "a" else None
+        assert state.is_complete is (word[2] == "a"), word
+    assert 5 < made.count < 128
+
+
+def test_answers_on_their_way_go_on_with_a_new_lexer(tmp_path: Path) -> None:
+    """Side by side, each finds the states used up that it had; so do drafts and what others have begun."""
+    made = Made(tmp_path, COMBINATIONS, ENOUGH_FOR_ONE)
+    states = [made.grammar.begin(AnswerEnd(token_ids=(2,), min_tokens=0), ()) for _ in WORDS]
+    for place in range(8):
+        for word, state in zip(WORDS, states, strict=True):
+            state.accept(made.ids[word[place]])
+            assert made.allowed(state)[0].startswith("ab")
+    for word in WORDS:
+        state = made.grammar.begin(AnswerEnd(token_ids=(2,), min_tokens=0), made.ids_of(word[:4]))
+        found = made.allowed(state, word[4:])
+        assert ["c" in each for each in found] == [False, False, *(each == "a" for each in word[:3])]
+        assert state.num_allowed(made.ids_of("ab")) == 2
+    with pytest.raises(GrammarRefused, match="do not fit its grammar"):
+        made.grammar.begin(NO_END, made.ids_of("c"))
