@@ -94,6 +94,13 @@ _LOAD = (
         "guess",
         is_stacked=True,
     ),
+    lines(
+        "Guesses that fail",
+        "Steps that went without because making guesses failed, a second; 1 where no more are made.",
+        "short",
+        Query(total_rate(group.GUESS_FAILURES, "group"), "{{group}} failed"),
+        Query(total(level(group.GUESSES_OFF), "group"), "{{group}} off"),
+    ),
     by_label(
         "Preemptions",
         "Sequences put back for want of blocks, a second.",

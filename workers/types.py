@@ -278,6 +278,8 @@ class GroupStats:
     generated_tokens_total: int = 0
     drafted_tokens_total: int = 0  # guesses that were checked
     accepted_tokens_total: int = 0  # of those, the right ones; generated tokens too
+    guess_failures_total: int = 0  # steps that went without guesses because making them failed
+    guesses_off: int = 0  # 1: nothing is guessed any more, because it failed
     preemptions_total: int = 0
     finished_stop_total: int = 0
     finished_length_total: int = 0

@@ -7,107 +7,36 @@ at once and a further row is nearly free; with many, each takes its time. So bot
     time of a step      by number of rows, from the steps themselves
     chance of a guess   from what became of the sequence's guesses so far
     time of guessing    by number of sequences in one pass of what guesses, if that takes time at all
+    time of reading     of a token, where what guesses has to have read the sequence before
 
 and the guesses with the best chances are taken while the expected tokens a second rise (goodput, as in Liu et
 al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", 2024). Looking for
-guesses takes time, too: where none could pay, nobody looks.
+guesses takes time, too: where none could pay, nobody looks. Reading is paid once, before the first guess of a
+sequence, and everybody waits for it: a sequence is read only when the tokens that it has still to write are
+expected to save more than that.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate, repeat
-from math import log
 from operator import mul
+from typing import NamedTuple
 
-_GROWTH = 1.25  # of rows from one measured number to the next
-_TRIED = 1.5  # times the most rows measured may be tried without a measurement
-_SHORTEST_S = 1e-6  # of a step
-_WEIGHT = 0.2  # of the newest step in the mean of its number of rows
+from workers.decoding.chances import Chance, TreeChances
+from workers.decoding.times import ReadingTime, StepTimes
+
 _MARGIN = 1.02  # guesses have to promise so much more than none: both sides are estimates
 _PROBE_EVERY = 32  # steps without guesses
-_FADE = 0.9  # of what is known of a sequence's guesses, per check
-_PRIOR_CHECKS = 2.0  # that the chance of all sequences weighs in the one of a sequence
-_FIRST_CHANCE = 0.5
-_TREE_FADE = 0.98  # of what is known of the guesses of trees, per tree of any sequence
+_PROBE_SHARE = 0.02  # of the time without guesses that reading for a probe may take
 
 
-class Chance:
-    """How likely a guess is to be right, given that those before it were: faded counts over a prior."""
+class Unread(NamedTuple):
+    """Of a sequence."""
 
-    def __init__(self, prior: Chance | None = None) -> None:
-        """`prior`: of all sequences together; it learns along."""
-        self._prior = prior
-        self._right = self._wrong = 0.0
-
-    @property
-    def value(self) -> float:
-        """From 0 to 1."""
-        first = _FIRST_CHANCE if self._prior is None else self._prior.value
-        return (self._right + _PRIOR_CHECKS * first) / (self._right + self._wrong + _PRIOR_CHECKS)
-
-    def observe(self, num_drafts: int, num_right: int) -> None:
-        """Of `num_drafts` guesses the first `num_right` were right; the one after them, if any, was not."""
-        self._right = self._right * _FADE + num_right
-        self._wrong = self._wrong * _FADE + (num_right < num_drafts)
-        if self._prior is not None:
-            self._prior.observe(num_drafts, num_right)
-
-
-class StepTimes:
-    """Mean time of a step by its rows, seconds; never longer with fewer rows.
-
-    What disturbs a measurement makes it longer, so of two that do not fit together the shorter counts. One
-    that has become too short is corrected by the steps that it brings about.
-    """
-
-    def __init__(self) -> None:
-        self._rows: list[float] = []  # rising
-        self._seconds: list[float] = []
-        self._buckets: list[int] = []
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """A step of `num_rows` has taken so long."""
-        seconds = max(seconds, _SHORTEST_S)
-        bucket = round(log(num_rows, _GROWTH))
-        index = bisect_left(self._buckets, bucket)
-        if index == len(self._buckets) or self._buckets[index] != bucket:
-            self._buckets.insert(index, bucket)
-            self._rows.insert(index, float(num_rows))
-            self._seconds.insert(index, seconds)
-        else:
-            self._rows[index] += _WEIGHT * (num_rows - self._rows[index])
-            self._seconds[index] += _WEIGHT * (seconds - self._seconds[index])
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing has been observed: `of` has no answer."""
-        return not self._rows
-
-    def of(self, num_rows: float) -> float:
-        """Between what has been measured. A little beyond it, as long as the nearest, to be found out by
-        trying; further beyond, longer in proportion."""
-        index = bisect_left(self._rows, num_rows)
-        if index == len(self._rows):
-            return self._seconds[-1] * max(1.0, num_rows / (_TRIED * self._rows[-1]))
-        after = min(self._seconds[index:])
-        if index == 0:
-            return after
-        before = min(self._seconds[index - 1], after)
-        low, high = self._rows[index - 1], self._rows[index]
-        return before + (after - before) * (num_rows - low) / (high - low)
-
-    def bends(self, first: int, last: int) -> Iterable[float]:
-        """Numbers of rows above `first`, up to `last`, between which the time is a straight line."""
-        for rows in self._rows[bisect_right(self._rows, first) :]:
-            if rows >= last:
-                break
-            yield rows
-        if first < _TRIED * self._rows[-1] < last:
-            yield _TRIED * self._rows[-1]
-        yield last
+    num_tokens: int  # that have to be read before anything is guessed after it
+    num_left: int  # that it is expected to write yet
 
 
 class _Passes:
@@ -130,34 +59,11 @@ class _Passes:
         self.seconds += self._by_rows[rows + 1] - self._by_rows[rows]
 
 
-class TreeChances:
-    """How likely each guess of a tree is to be right, by its number in the tree, likeliest first."""
+class _Best(NamedTuple):
+    """A number of guesses."""
 
-    def __init__(self) -> None:
-        self._right: list[float] = []
-        self._seen: list[float] = []
-
-    def observe(self, num_guesses: int, right: Iterable[int]) -> None:
-        """A tree of so many guesses was checked, and these came true."""
-        missing = num_guesses - len(self._seen)
-        self._seen += [0.0] * missing
-        self._right += [0.0] * missing
-        for number in range(num_guesses):
-            self._seen[number] = self._seen[number] * _TREE_FADE + 1.0
-            self._right[number] *= _TREE_FADE
-        for number in right:
-            self._right[number] += 1.0
-
-    def values(self, num_guesses: int) -> list[float]:
-        """From 0 to 1. What was never tried is somewhat less likely than the one before it."""
-        found: list[float] = []
-        for number in range(num_guesses):
-            first = (found[-1] if found else 1.0) * _FIRST_CHANCE
-            right, seen = (
-                (self._right[number], self._seen[number]) if number < len(self._seen) else (0.0, 0.0)
-            )
-            found.append((right + _PRIOR_CHECKS * first) / (seen + _PRIOR_CHECKS))
-        return found
+    num_guesses: int
+    saved_s: float  # a token, against none
 
 
 class Governor:
@@ -169,11 +75,14 @@ class Governor:
         self.chance = Chance()  # of all sequences
         self._times = StepTimes()
         self._pass_times = StepTimes()
+        self._reading = ReadingTime()
         self._since_probe = 0
+        self._since_probe_s = 0.0
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step that decoded only, with `num_rows` rows, drafts among them; the time without guessing."""
         self._times.observe(num_rows, seconds)
+        self._since_probe_s += seconds
 
     def is_worth_looking(self, chances: Sequence[float], most: int, max_rows: int) -> bool:
         """Whether to look for guesses and to ask for `lengths`: not where none can pay, even if there were
@@ -201,22 +110,43 @@ class Governor:
         """A pass that made a guess for each of some sequences."""
         self._pass_times.observe(num_rows, seconds)
 
-    def lengths(self, chances: Sequence[float], limits: Sequence[int], max_rows: int) -> list[int]:
+    def observe_reading(self, num_tokens: int, seconds: float) -> None:
+        """A pass that read so many tokens, more than those that it made guesses after."""
+        least_s = 0.0 if self._pass_times.is_empty else self._pass_times.of(1)
+        self._reading.observe(num_tokens, seconds - least_s)
+
+    def lengths(
+        self,
+        chances: Sequence[float],
+        limits: Sequence[int],
+        max_rows: int,
+        unread: Sequence[Unread] | None = None,
+    ) -> list[int]:
         """How many guesses of each sequence to check, at most `limits`, so that a step of one row a sequence
-        and these has no more than `max_rows`."""
+        and these has no more than `max_rows`. unread: None where nothing has to be read."""
         lengths = [0] * len(chances)
         if self._times.is_empty:
             return lengths
-        worths = self._worths(chances, limits)
-        order = _by_worth(worths, max_rows - len(chances))
-        for index in order[: self._num_worth(worths, order)]:
+        worths, room = self._worths(chances, limits), max_rows - len(chances)
+        order = _by_worth(worths, room)
+        best = self._best(worths, order)
+        if unread is not None:
+            dear = [i for i, own in enumerate(unread) if worths[i] and not self._is_worth_reading(own, best)]
+            if dear:
+                for index in dear:
+                    worths[index] = []
+                order = _by_worth(worths, room)
+                best = self._best(worths, order)
+        for index in order[: best.num_guesses]:
             lengths[index] += 1
         if any(lengths):
-            self._since_probe = 0
+            self._since_probe, self._since_probe_s = 0, 0.0
         elif self._is_probe_due:
             self._since_probe = 0
-            if order:
-                lengths[order[0]] = min(limits[order[0]], max_rows - len(chances))
+            probed = order[0] if order else self._cheapest(limits, unread or ())
+            if probed is not None:
+                lengths[probed] = max(0, min(limits[probed], room))
+                self._since_probe_s = 0.0
         else:
             self._since_probe += 1
         return lengths
@@ -245,10 +175,11 @@ class Governor:
             for chance, limit in zip(chances, limits, strict=True)
         ]
 
-    def _num_worth(self, worths: Sequence[Sequence[float]], order: Sequence[int]) -> int:
+    def _best(self, worths: Sequence[Sequence[float]], order: Sequence[int]) -> _Best:
         """How many of the guesses in `order` (the sequence of each) make the most tokens a second."""
         tokens, rows, best = float(len(worths)), len(worths), 0
-        best_rate = _MARGIN * tokens / self._times.of(rows)
+        plain_rate = tokens / self._times.of(rows)
+        best_rate = _MARGIN * plain_rate
         lengths = [0] * len(worths)
         passes = _Passes(self._pass_times, len(worths))
         for count, index in enumerate(order, 1):
@@ -259,7 +190,19 @@ class Governor:
             rate = tokens / (self._times.of(rows + count) + passes.seconds)
             if rate > best_rate:
                 best_rate, best = rate, count
-        return best
+        return _Best(best, 1 / plain_rate - 1 / best_rate if best else 0.0)
+
+    def _is_worth_reading(self, unread: Unread, best: _Best) -> bool:
+        return self._reading.of(unread.num_tokens) <= best.saved_s * unread.num_left
+
+    def _cheapest(self, limits: Sequence[int], unread: Sequence[Unread]) -> int | None:
+        """The sequence that is read soonest, unless even that takes too long for a trial."""
+        able = [index for index, _ in enumerate(unread) if limits[index]]
+        if not able:
+            return None
+        index = min(able, key=lambda each: unread[each].num_tokens)
+        takes_s = self._reading.of(unread[index].num_tokens)
+        return index if takes_s <= _PROBE_SHARE * self._since_probe_s else None
 
 
 def _by_worth(worths: Sequence[Sequence[float]], most: int) -> list[int]:

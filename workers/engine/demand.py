@@ -41,12 +41,20 @@ class OutputLengthEstimate:
         own = blocks - sequence.prompt_len // self._block_size
         return blocks + (sequence.num_rows - 1) * own
 
+    def expected_left(self, sequence: Sequence) -> int:
+        """Tokens that are expected to come yet."""
+        return max(0, self._expected_tokens(sequence) - sequence.num_tokens)
+
     def _blocks_of_one(self, sequence: Sequence) -> int:
+        return -(-self._expected_tokens(sequence) // self._block_size)
+
+    def _expected_tokens(self, sequence: Sequence) -> int:
+        """That are computed until its end."""
         sampling = sequence.parent.request.sampling
         # The token sampled last is never computed, hence - 1; with max_tokens 0 none is sampled.
         most = max(sequence.max_num_tokens - 1, sequence.prompt_len)
         if sampling.ignore_eos and not sampling.stop_token_ids:
-            return -(-most // self._block_size)  # goes on to max_tokens
+            return most  # goes on to max_tokens
         # One longer than the mean is expected to go on for another block.
         output = max(int(self._mean), sampling.min_tokens, len(sequence.output) + self._block_size)
-        return -(-min(most, sequence.prompt_len + output) // self._block_size)
+        return min(most, sequence.prompt_len + output)

@@ -10,33 +10,23 @@ without guesses, greedy or not: a guess is accepted with exactly the probability
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from workers.config import SpeculativeConfig
-from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, Drafter, drafter_of
-from workers.decoding.governor import Chance, Governor
+from workers.config import ScheduleConfig, SpeculativeConfig
+from workers.decoding.chances import Chance
+from workers.decoding.drafter import DRAFT_MODEL, MEDUSA
+from workers.decoding.governor import Governor, Unread
 from workers.decoding.guess_tree import depth_of
 from workers.engine.block_pool import BlockPool
+from workers.engine.demand import OutputLengthEstimate
+from workers.engine.guess_failures import GuessFailures
 from workers.engine.head_guesses import HeadGuesses
-from workers.engine.model_guesses import ModelGuesses
+from workers.engine.model_guesses import GUESSING_ROWS, ModelGuesses
 from workers.engine.proposals import Proposals
 from workers.engine.request import EngineLimits
 from workers.engine.sequence import SampledAt, Sequence
 from workers.engine.step import Executor
-
-# Rows of a sequence in a pass that guesses: the newest token, and a right guess before it. A pass with more
-# has read what was missed, once, and does not say how long guesses take.
-_MOST_GUESSING = 2
-
-
-class DraftState:
-    """What is known of one sequence's guesses."""
-
-    __slots__ = ("chance", "drafter")
-
-    def __init__(self, all_chances: Chance) -> None:
-        self.chance = Chance(all_chances)
-        self.drafter: Drafter | None = None  # of a method that guesses from the tokens alone
+from workers.engine.text_guesses import TextGuesses
 
 
 class Guesses(Protocol):
@@ -44,6 +34,10 @@ class Guesses(Protocol):
 
     def limits(self, sequences: Sequences[Sequence], most: Sequences[int]) -> list[int]:
         """How many there can be of each sequence, of which `most` are wanted at most."""
+        ...
+
+    def unread(self, sequences: Sequences[Sequence]) -> list[int] | None:
+        """Tokens of each that have to be read before its first guess; None: never any."""
         ...
 
     def guess(self, sequences: Sequences[Sequence], lengths: Sequences[int]) -> Proposals:
@@ -56,85 +50,61 @@ class Guesses(Protocol):
         ...
 
 
-class TextGuesses:
-    """From the tokens of each sequence alone."""
+class Bounds(NamedTuple):
+    """Where guesses end."""
 
-    def __init__(self, method: str, all_chances: Chance) -> None:
-        self._method = method
-        self._all_chances = all_chances
-        self._found: list[tuple[int, ...]] = []
-
-    def limits(self, sequences: Sequences[Sequence], most: Sequences[int]) -> list[int]:
-        self._found = [self._propose(*pair) for pair in zip(sequences, most, strict=True)]
-        return list(map(len, self._found))
-
-    def guess(self, sequences: Sequences[Sequence], lengths: Sequences[int]) -> Proposals:
-        return Proposals([found[:length] for found, length in zip(self._found, lengths, strict=True)])
-
-    def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
-        self._drafter(sequence).note_checked(sequence.drafts, sampled)
-
-    def _propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        drafter = self._drafter(sequence)
-        drafter.extend(sequence.tokens(drafter.num_tokens, sequence.num_tokens))
-        return sequence.allowed(drafter.propose(most))
-
-    def _drafter(self, sequence: Sequence) -> Drafter:
-        state = _state(sequence, self._all_chances)
-        if state.drafter is None:
-            state.drafter = drafter_of(self._method)
-        return state.drafter
+    max_drafts: int  # of a sequence in a step
+    recompute_past: int | None  # as `EngineLimits`; no step with guesses goes past it
+    # Tokens that a step may have, but not one pass (`EngineLimits.max_pass_rows`): with guesses there, the
+    # whole step would be computed twice.
+    beyond_pass: int
 
 
 class Drafting:
     """Of one engine; used by its thread."""
 
     def __init__(
-        self,
-        guesses: Guesses,
-        governor: Governor,
-        pool: BlockPool,
-        block_size: int,
-        max_drafts: int,
-        recompute_past: int | None = None,
+        self, guesses: Guesses, governor: Governor, pool: BlockPool, block_size: int, bounds: Bounds
     ) -> None:
-        """recompute_past: as `EngineLimits`; no step with guesses goes past it."""
         self._guesses = guesses
-        self._max_drafts = max_drafts
+        self._governor = governor
         self._pool = pool
         self._block_size = block_size
-        self._governor = governor
-        self._recompute_past = recompute_past
+        self._bounds = bounds
         self._guessing_s = 0.0  # of the step
+        self.failures = GuessFailures()
         self.reads_blocks = isinstance(guesses, ModelGuesses)  # all of a sequence's, beside the model
 
-    def start(self, decoding: Sequences[Sequence], max_rows: int) -> None:
-        """Gives each sequence the guesses to check in the next step, all rows together at most `max_rows`,
-        and blocks for them as far as they are there without taking them from anybody."""
+    def start(self, decoding: Sequences[Sequence], budget: int, estimate: OutputLengthEstimate) -> None:
+        """Gives each sequence the guesses to check in the next step, and blocks for them as far as they are
+        there without taking them from anybody. budget: tokens of the step that nobody has taken."""
         self._guessing_s = 0.0
-        chances = [_state(sequence, self._governor.chance).chance.value for sequence in decoding]
-        if not self._governor.is_worth_looking(chances, self._max_drafts, max_rows):
+        if self.failures.is_off:
             return
-        # The token after the last guess is one of those that are left.
-        most = [min(self._max_drafts, s.max_num_tokens - s.num_tokens - 1) for s in decoding]
-        if (end := self._recompute_past) is not None:
-            ends = [
-                end - s.num_tokens if s.num_tokens <= end else m for s, m in zip(decoding, most, strict=True)
-            ]
-            most = list(map(min, most, ends))
-        limits = self._guesses.limits(decoding, most)
-        lengths = self._governor.lengths(chances, limits, max_rows)
-        lengths = [self._reserve(*pair) for pair in zip(decoding, lengths, strict=True)]
-        proposals = self._guesses.guess(decoding, lengths)
+        max_rows = len(decoding) + budget - self._bounds.beyond_pass
+        chances = [self._chance_of(sequence).value for sequence in decoding]
+        if not self._governor.is_worth_looking(chances, self._bounds.max_drafts, max_rows):
+            return
+        lengths = self._lengths(decoding, chances, max_rows, estimate)
+        if not any(lengths):
+            return
+        proposals = Proposals([()] * len(decoding))
+        with self.failures.caught():
+            proposals = self._guesses.guess(decoding, lengths)
+            self.failures.note_success()
+        if proposals.is_broken:
+            self.failures.note_not_finite()
         for index, (sequence, drafts) in enumerate(zip(decoding, proposals.drafts, strict=True)):
             sequence.drafts = drafts
             sequence.draft_parents = proposals.parents[index] if drafts and proposals.parents else None
             self._trim(sequence, sequence.num_computed + 1 + len(sequence.drafts))
         self._guessing_s = sum(each.seconds for each in proposals.passes)
-        most_rows = _MOST_GUESSING * sum(length > 0 for length in lengths)
-        for num_rows, seconds in proposals.passes:
+        most_rows = GUESSING_ROWS * sum(length > 0 for length in lengths)
+        for num_rows, seconds in sorted(proposals.passes):  # what a guess takes is known first
             if num_rows <= most_rows:
                 self._governor.observe_pass(num_rows, seconds)
+            else:
+                self._governor.observe_reading(num_rows, seconds)
 
     def end(self, sequence: Sequence, place: SampledAt, sampled: Sequences[int], num_right: int) -> None:
         """`sampled`: what the model said after its newest token and each of its guesses, of which the first
@@ -150,7 +120,7 @@ class Drafting:
         if newest in steps:  # it ended the answer: right, but no computed token
             last_right = steps.index(newest)
             num_checked = num_right = num_right + 1
-        _state(sequence, self._governor.chance).chance.observe(num_checked, num_right)
+        self._chance_of(sequence).observe(num_checked, num_right)
         self._governor.observe_tree(parents, last_right)
         self._guesses.note_checked(sequence, sampled)
         sequence.drafts, sequence.draft_parents = (), None
@@ -159,6 +129,36 @@ class Drafting:
     def note_step(self, num_rows: int, seconds: float) -> None:
         """A step that only decoded, with the time for its guesses."""
         self._governor.observe(num_rows, seconds - self._guessing_s)
+
+    def _lengths(
+        self,
+        decoding: Sequences[Sequence],
+        chances: Sequences[float],
+        max_rows: int,
+        estimate: OutputLengthEstimate,
+    ) -> list[int]:
+        """Guesses to make of each sequence, with blocks for them."""
+        # The token after the last guess is one of those that are left.
+        most = [min(self._bounds.max_drafts, s.max_num_tokens - s.num_tokens - 1) for s in decoding]
+        if (end := self._bounds.recompute_past) is not None:
+            ends = [
+                end - s.num_tokens if s.num_tokens <= end else m for s, m in zip(decoding, most, strict=True)
+            ]
+            most = list(map(min, most, ends))
+        limits = [0] * len(decoding)
+        unread: list[Unread] | None = None
+        with self.failures.caught():
+            limits = self._guesses.limits(decoding, most)
+            if (counts := self._guesses.unread(decoding)) is not None:
+                left = map(estimate.expected_left, decoding)
+                unread = [Unread(*pair) for pair in zip(counts, left, strict=True)]
+        lengths = self._governor.lengths(chances, limits, max_rows, unread)
+        return [self._reserve(*pair) for pair in zip(decoding, lengths, strict=True)]
+
+    def _chance_of(self, sequence: Sequence) -> Chance:
+        if sequence.chance is None:
+            sequence.chance = Chance(self._governor.chance)
+        return sequence.chance
 
     def _reserve(self, sequence: Sequence, length: int) -> int:
         """Blocks for so many guesses, as far as there are any; returns for how many."""
@@ -180,6 +180,7 @@ def drafting_of(
     block_size: int,
     executor: Executor,
     limits: EngineLimits,
+    schedule: ScheduleConfig,
 ) -> Drafting | None:
     """None when nothing is to be guessed. Raises ValueError for a config that nobody has checked, and where
     the executor lacks what it needs."""
@@ -199,12 +200,10 @@ def drafting_of(
         governor = Governor(has_trees=True)
         guesses = HeadGuesses(executor.draft_heads)
     else:
-        drafter_of(config.method)  # raises for one that there is not
-        guesses = TextGuesses(config.method, governor.chance)
-    return Drafting(guesses, governor, pool, block_size, config.max_draft_tokens, limits.recompute_past)
-
-
-def _state(sequence: Sequence, all_chances: Chance) -> DraftState:
-    if sequence.drafting is None:
-        sequence.drafting = DraftState(all_chances)
-    return sequence.drafting
+        guesses = TextGuesses(config.method)
+    bounds = Bounds(
+        max_drafts=config.max_draft_tokens,
+        recompute_past=limits.recompute_past,
+        beyond_pass=max(0, schedule.max_step_tokens - (limits.max_pass_rows or schedule.max_step_tokens)),
+    )
+    return Drafting(guesses, governor, pool, block_size, bounds)

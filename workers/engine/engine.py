@@ -97,7 +97,7 @@ class Engine:
             clock=clock,
             setup=exchange if self._prefix_reuse else replace(exchange, peers=None),
         )
-        self._drafting = drafting_of(speculative, self._pool, cache.block_size, executor, limits)
+        self._drafting = drafting_of(speculative, self._pool, cache.block_size, executor, limits, schedule)
         self._scheduler = Scheduler(
             schedule=schedule,
             pool=self._pool,
@@ -261,7 +261,7 @@ class Engine:
     def stats(self) -> GroupStats:
         """Load and totals now. Requests are counted as ended once, by the reason of their last choice;
         running and waiting count sequences (choices), the waiting ones with those that were preempted."""
-        return group_stats(self._scheduler, self._pool, self._exchange, self._totals)
+        return group_stats(self._scheduler, self._pool, self._exchange, self._totals, self._drafting)
 
     def take_report(self) -> GroupReport | None:
         """What has been counted, about once a second and whenever there is nothing more to do; None when it

@@ -22,6 +22,9 @@ class HeadGuesses:
             for s, m in zip(sequences, most, strict=True)
         ]
 
+    def unread(self, sequences: Sequences[Sequence]) -> None:
+        """Nothing is: heads look at what the step before has left."""
+
     def guess(self, sequences: Sequences[Sequence], lengths: Sequences[int]) -> Proposals:
         """None for one that was not in the last step."""
         drafts: list[tuple[int, ...]] = [()] * len(sequences)
@@ -41,7 +44,7 @@ class HeadGuesses:
             drafts[index] = sequences[index].allowed(found)
         for index, follows in zip(asked, proposals.parents, strict=False):
             parents[index] = follows
-        return Proposals(drafts, proposals.passes, parents)
+        return Proposals(drafts, proposals.passes, parents, proposals.is_broken)
 
     def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
         """Nothing is learnt from it."""

@@ -18,6 +18,9 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.proposals import DraftModel, DraftTask, Proposals
 from workers.engine.sequence import Sequence
 
+# Rows of a sequence in a pass that guesses: the newest token, and a right guess before it. A pass with more
+# has read what was missed, once, and does not say how long guesses take.
+GUESSING_ROWS = 2
 _MOST_READ = 512  # tokens a step, of all sequences together
 _NEVER = -1  # no block has this generation
 
@@ -47,6 +50,20 @@ class ModelGuesses:
         longest = self._model.max_tokens
         return [max(0, min(m, longest - s.num_tokens)) for s, m in zip(sequences, most, strict=True)]
 
+    def unread(self, sequences: Sequences[Sequence]) -> list[int]:
+        """All but the newest token, and a right guess before it. Before the first guess of a sequence its
+        blocks are looked at anew each time: others with the same prompt may have read them."""
+        counts = []
+        for sequence in sequences:
+            if sequence.draft_progress is None:
+                known = self._num_read(sequence.block_table) * self._block_size
+                start = min(known, sequence.num_tokens - 1)
+            else:
+                start = self._settle(sequence)
+            missing = sequence.num_tokens - start
+            counts.append(missing if missing > GUESSING_ROWS else 0)
+        return counts
+
     def guess(self, sequences: Sequences[Sequence], lengths: Sequences[int]) -> Proposals:
         """None of a sequence of which too much is still to be read: the rest is read in the next steps."""
         left = _MOST_READ
@@ -74,7 +91,7 @@ class ModelGuesses:
         for index, task, found in zip(asked, tasks, proposals.drafts, strict=True):
             drafts[index] = sequences[index].allowed(found)
             self._advance(sequences[index], task.start + len(task.token_ids), found)
-        return Proposals(drafts, proposals.passes)
+        return Proposals(drafts, proposals.passes, is_broken=proposals.is_broken)
 
     def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
         """What came true is seen in the tokens when the next guesses are wanted."""

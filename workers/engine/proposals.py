@@ -44,6 +44,7 @@ class Proposals(NamedTuple):
     drafts: Sequence[tuple[int, ...]]  # one a task, maybe fewer than wanted
     passes: Sequence[Pass] = ()
     parents: Sequence[tuple[int, ...] | None] = ()  # of trees, as in `SequenceSlice`; (): there is none
+    is_broken: bool = False  # values came up that are not finite: there is nothing after those
 
 
 class DraftModel(Protocol):

@@ -50,6 +50,7 @@ class EngineLimits:
     window: int | None = None  # tokens that a row sees at most, itself included; None: all
     turns_by_length: bool = False  # keys depend on the length of their sequence
     recompute_past: int | None = None  # a sequence longer than that needs all its keys anew; None: none does
+    max_pass_rows: int | None = None  # logits of more rows take a second pass of the whole step; None: never
 
 
 class RequestState:

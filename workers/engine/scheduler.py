@@ -119,7 +119,7 @@ class Scheduler:
             self._start_fetches()
             self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
         if self._drafting is not None and not chunks:
-            self._drafting.start(self._decoding, budget + len(self._decoding))
+            self._drafting.start(self._decoding, budget, self.estimate)
         step = plan_step(
             *(self.num_steps + 1, self._decoding, chunks, self._searching, self._pool),
             turns_by_length=self._turns_by_length,

@@ -25,7 +25,8 @@ from workers.hashing import BlockHash, chain_hash, root_hash
 from workers.types import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
-    from workers.engine.drafting import DraftState
+    from workers.decoding.chances import Chance
+    from workers.decoding.drafter import Drafter
     from workers.engine.masks import GrammarCursor
     from workers.engine.model_guesses import DraftProgress
     from workers.engine.search import Search
@@ -55,10 +56,11 @@ class Sequence:
     __slots__ = (
         "backlog",
         "block_table",
+        "chance",
         "choice",
         "draft_parents",
         "draft_progress",
-        "drafting",
+        "drafter",
         "drafts",
         "grammar",
         "has_answered",
@@ -104,7 +106,8 @@ class Sequence:
         self.num_cached: int | None = None  # prompt tokens found cached at the first admission
         self.drafts: tuple[int, ...] = ()  # guesses after the tokens, in the step being computed
         self.draft_parents: tuple[int, ...] | None = None  # of a tree of guesses, see SequenceSlice
-        self.drafting: DraftState | None = None  # once a guess has been looked for
+        self.chance: Chance | None = None  # of its guesses, once one has been looked for
+        self.drafter: Drafter | None = None  # of a method that guesses from the tokens alone, likewise
         self.draft_progress: DraftProgress | None = None  # once a draft model has read of its blocks
         self.sampled_at: SampledAt | None = None  # while guesses come from there
         self.search: Search | None = None  # of a beam search: its hypotheses (`workers.engine.search`)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from workers.engine.block_pool import BlockPool
+from workers.engine.drafting import Drafting
 from workers.engine.exchange import KVExchange
 from workers.engine.fetch import FetchEnd
 from workers.engine.meter import StepMeter
@@ -36,7 +37,11 @@ class EngineTotals:
 
 
 def group_stats(
-    scheduler: Scheduler, pool: BlockPool, exchange: KVExchange, totals: EngineTotals
+    scheduler: Scheduler,
+    pool: BlockPool,
+    exchange: KVExchange,
+    totals: EngineTotals,
+    drafting: Drafting | None,
 ) -> GroupStats:
     """Load and totals now."""
     fetches, leases = exchange.fetches, exchange.leases
@@ -57,6 +62,8 @@ def group_stats(
         generated_tokens_total=totals.num_generated,
         drafted_tokens_total=totals.num_drafted,
         accepted_tokens_total=totals.num_accepted,
+        guess_failures_total=0 if drafting is None else drafting.failures.num_total,
+        guesses_off=int(drafting is not None and drafting.failures.is_off),
         preemptions_total=scheduler.preemptions_total,
         finished_stop_total=totals.num_ended[FinishReason.STOP],
         finished_length_total=totals.num_ended[FinishReason.LENGTH],

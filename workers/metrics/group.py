@@ -43,6 +43,8 @@ PROMPT_TOKENS = counter(
 )
 GENERATED_TOKENS = counter("engine_generated_tokens", "Tokens the engine sampled")
 DRAFT_TOKENS = counter("engine_draft_tokens", "Guessed tokens that were checked, by what they were", "guess")
+GUESS_FAILURES = counter("engine_guess_failures", "Steps without guesses because making them failed")
+GUESSES_OFF = gauge("engine_guesses_off", "1 when nothing is guessed any more because it failed")
 FINISHED = counter("engine_finished", "Requests the engine ended, by how they did", "reason")
 
 # KV blocks.
@@ -80,7 +82,7 @@ BOTTLENECK = gauge("engine_bottleneck", "1 for what holds recent steps up, 0 for
 GROUP_METRICS: tuple[MetricSpec, ...] = (
     *(UP, EPOCH, INFO, RUNNING, WAITING, WAITING_TOKENS, CONTEXT_TOKENS),
     *(STEPS, STEP_SECONDS, STEP_TOKENS_COMPUTED, STEP_MEAN, PREEMPTIONS),
-    *(PROMPT_TOKENS, GENERATED_TOKENS, DRAFT_TOKENS, FINISHED),
+    *(PROMPT_TOKENS, GENERATED_TOKENS, DRAFT_TOKENS, GUESS_FAILURES, GUESSES_OFF, FINISHED),
     *(KV_BLOCKS, KV_BLOCK_BYTES, KV_QUERY_TOKENS, KV_HIT_TOKENS, KV_EVICTIONS, KV_LIFETIME),
     *(KV_LEASES, KV_LEASES_EXPIRED, KV_FETCHES, KV_FETCHED_TOKENS, KV_FETCH_FAILURES),
     *(KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, KV_TRANSFER_FAILURES, KV_TRANSFER_INFLIGHT),
@@ -107,6 +109,7 @@ _LEVELS: tuple[tuple[MetricSpec, str, _Value], ...] = (
     (WAITING_TOKENS, "", lambda stats: stats.waiting_tokens),
     (CONTEXT_TOKENS, "", lambda stats: stats.running_tokens),
     (STEP_MEAN, "", lambda stats: stats.step_seconds),
+    (GUESSES_OFF, "", lambda stats: stats.guesses_off),
     (KV_BLOCKS, "free", lambda stats: stats.free_blocks),
     (KV_BLOCKS, "cached", lambda stats: stats.cached_blocks),
     (KV_BLOCKS, "active", lambda stats: stats.active_blocks - stats.kv_transferring_blocks),
@@ -122,6 +125,7 @@ _TOTALS: tuple[tuple[MetricSpec, str, _Value], ...] = (
     (GENERATED_TOKENS, "", lambda stats: stats.generated_tokens_total),
     (DRAFT_TOKENS, "accepted", lambda stats: stats.accepted_tokens_total),
     (DRAFT_TOKENS, "rejected", lambda stats: stats.drafted_tokens_total - stats.accepted_tokens_total),
+    (GUESS_FAILURES, "", lambda stats: stats.guess_failures_total),
     (FINISHED, "stop", lambda stats: stats.finished_stop_total),
     (FINISHED, "length", lambda stats: stats.finished_length_total),
     (FINISHED, "error", lambda stats: stats.finished_error_total),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from workers.config import ParallelConfig
+from workers.engine.step import GroupFailed
 from workers.kernels import Quantization
 from workers.kv_format import INT8
 from workers.runtime.errors import RankConfigError
@@ -35,6 +38,16 @@ def make_current(device: torch.device) -> None:
     the current one, whatever their tensors are on. Rank 0 needs it in no thread: device 0 is any thread's."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+@contextmanager
+def ends_the_group(what: str) -> Iterator[None]:
+    """Around what may fail without harm, but for a fault of the device itself, of which each later kernel
+    would fail too: that one comes out as GroupFailed."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise GroupFailed(f"the device of rank 0 fails in {what}: {error}") from error
 
 
 def choose_dtype(name: str) -> torch.dtype:

@@ -12,6 +12,7 @@ from time import perf_counter
 from workers.engine.proposals import DraftTask, Pass, Proposals
 from workers.kernels import NOT_FINITE, PagedCache, StepMessage, pack_step
 from workers.model.decoder import Decoder
+from workers.runtime.device import ends_the_group
 from workers.runtime.sampler import BEST
 
 
@@ -29,8 +30,14 @@ class DraftRunner:
         return self._decoder.spec.max_model_len
 
     def propose(self, tasks: Sequence[DraftTask]) -> Proposals:
-        """A task whose values are not finite gets no more guesses."""
+        """A task whose values are not finite gets no more guesses. Raises GroupFailed when the device
+        cannot compute any more."""
+        with ends_the_group("guessing by a draft model"):
+            return self._propose(tasks)
+
+    def _propose(self, tasks: Sequence[DraftTask]) -> Proposals:
         drafts: list[list[int]] = [[] for _ in tasks]
+        is_broken = False
         passes: list[Pass] = []
         rows = [(task.start, task.token_ids) for task in tasks]
         going_on = list(range(len(tasks)))
@@ -47,13 +54,14 @@ class DraftRunner:
             going_on = []
             for index, drawn_id in zip(asked, drawn.ids, strict=True):
                 if drawn_id == NOT_FINITE:
+                    is_broken = True
                     continue
                 token_id = drawn_id if self._ids is None else self._ids[drawn_id]
                 drafts[index].append(token_id)
                 rows[index] = (rows[index][0] + len(rows[index][1]), (token_id,))
                 if tasks[index].num_drafts > number:
                     going_on.append(index)
-        return Proposals([tuple(found) for found in drafts], passes)
+        return Proposals([tuple(found) for found in drafts], passes, is_broken=is_broken)
 
     def _message(
         self,

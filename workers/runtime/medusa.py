@@ -13,6 +13,7 @@ from workers.engine.proposals import HeadTask, Pass, Proposals
 from workers.engine.step import StepPlan
 from workers.kernels import MAX_LOGIT_ROWS
 from workers.model.medusa import MedusaHeads
+from workers.runtime.device import ends_the_group
 
 _BRANCHES = 4  # tokens of a head that a tree may hold
 
@@ -34,6 +35,11 @@ class MedusaRunner:
         self._plan, self._hidden = plan, hidden
 
     def propose(self, step_number: int, tasks: Sequence[HeadTask]) -> Proposals:
+        """Raises GroupFailed when the device cannot compute any more."""
+        with ends_the_group("guessing by heads"):
+            return self._propose(step_number, tasks)
+
+    def _propose(self, step_number: int, tasks: Sequence[HeadTask]) -> Proposals:
         none = Proposals([()] * len(tasks))
         if self._plan is None or self._hidden is None or self._plan.number != step_number:
             return none
@@ -51,14 +57,14 @@ class MedusaRunner:
             best = chances.topk(min(_BRANCHES, len(ids)))
             places += best.indices.tolist()
             values += best.values.tolist()
-        trees = []
+        trees, is_broken = [], False
         for task, heads, scores in zip(tasks, places, values, strict=True):
             levels = [
                 [(ids[place], score) for place, score in zip(*pair, strict=True)]
                 for pair in zip(heads, scores, strict=True)
             ]
             if not all(isfinite(level[0][1]) for level in levels):
-                levels = []
+                levels, is_broken = [], True
             elif task.is_chain:
                 levels = [level[:1] for level in levels]
             trees.append(best_tree(levels, task.num_drafts))
@@ -66,6 +72,7 @@ class MedusaRunner:
             [tree.token_ids for tree in trees],
             (Pass(len(tasks), perf_counter() - began),),
             [None if task.is_chain else tree.parents for task, tree in zip(tasks, trees, strict=True)],
+            is_broken,
         )
 
 

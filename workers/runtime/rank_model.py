@@ -204,6 +204,7 @@ class RankModel:
                 window=spec.longest_window,
                 turns_by_length=not spec.is_prefix_reusable(self._max_model_len),
                 recompute_past=spec.recompute_past(self._max_model_len),
+                max_pass_rows=MAX_LOGIT_ROWS,
             ),
             dtype=str(self._dtype).removeprefix("torch."),
             kv_dtype=str(self._kv_dtype).removeprefix("torch."),

@@ -18,10 +18,10 @@ from tests.unit.engine.toy import (
     run,
 )
 from tests.unit.engine.toy_model import ToyHeads
-from workers.config import SpeculativeConfig
+from workers.config import ScheduleConfig, SpeculativeConfig
 from workers.decoding.drafter import METHODS, MODEL_METHODS
 from workers.decoding.prompt_lookup import PromptLookup
-from workers.engine import drafting
+from workers.engine import text_guesses
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.proposals import HeadTask, Proposals
@@ -118,7 +118,7 @@ def test_a_right_guess_that_ends_its_answer_was_right(monkeypatch: pytest.Monkey
         def propose(self, max_tokens: int) -> tuple[int, ...]:
             return tuple(answer[self.num_tokens - 9 :][:max_tokens])
 
-    monkeypatch.setattr(drafting, "drafter_of", lambda method: Prophet())
+    monkeypatch.setattr(text_guesses, "drafter_of", lambda method: Prophet())
     check_that_all_were_right(request, eos, LOOKUP)
 
 
@@ -171,7 +171,7 @@ def test_in_a_full_batch_nobody_looks_for_guesses_that_do_not_pay(monkeypatch: p
             looked[0] += 1
             return (VOCAB - 1,) * max_tokens
 
-    monkeypatch.setattr(drafting, "drafter_of", lambda method: Wrong())
+    monkeypatch.setattr(text_guesses, "drafter_of", lambda method: Wrong())
     now = [0.0]
     engine, executor = make_engine(num_blocks=2048, speculative=LOOKUP, clock=lambda: now[0])
 
@@ -212,4 +212,4 @@ def test_steps_stay_within_their_budget() -> None:
 )
 def test_an_unknown_method_and_no_guesses_are_refused(config: SpeculativeConfig) -> None:
     with pytest.raises(ValueError, match="speculative"):
-        drafting_of(config, BlockPool(4), 16, ToyExecutor(4, 16), LIMITS)
+        drafting_of(config, BlockPool(4), 16, ToyExecutor(4, 16), LIMITS, ScheduleConfig())

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.engine.toy import LIMITS, ToyExecutor, make_engine, make_request, numbers, reference, run
 from tests.unit.engine.toy_model import ToyDraft
-from workers.config import SpeculativeConfig
+from workers.config import ScheduleConfig, SpeculativeConfig
 from workers.decoding.drafter import DRAFT_MODEL
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
@@ -72,8 +72,12 @@ def test_what_is_long_is_read_in_parts_and_guessed_from_at_the_end() -> None:
     assert read == [(0, 512, False), (512, 512, False), (1024, 1300 + 4 - 1024, True)]
 
 
-def test_what_it_takes_to_read_is_not_what_a_guess_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row takes a millisecond, a step 20: the prompt is read to its end all the same."""
+@pytest.mark.parametrize(("max_tokens", "starts"), [(400, [0, 512, 1024]), (40, [0])])
+def test_a_long_prompt_is_read_to_its_end_for_a_long_answer(
+    max_tokens: int, starts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row takes a millisecond, a step 20. What the first part took is not what a guess takes, but the rest
+    takes as long, which guesses have to bring in."""
     now = [0.0]
     engine, executor = make_engine(num_blocks=256, speculative=GUESSING, clock=lambda: now[0])
     draft = executor.draft_model
@@ -91,10 +95,11 @@ def test_what_it_takes_to_read_is_not_what_a_guess_takes(monkeypatch: pytest.Mon
 
     executor.before_step = pass_time
     monkeypatch.setattr(draft, "propose", timed)
-    engine.add(make_request("a", numbers(1300), 20, top_k=2))
-    run(engine)
-    assert [task.start for task in draft.tasks[:3]] == [0, 512, 1024]
-    assert engine.stats().accepted_tokens_total > 0
+    request = make_request("a", numbers(1300), max_tokens, top_k=2, ignore_eos=True)
+    engine.add(request)
+    assert run(engine).tokens["a", 0] == reference(request)
+    assert [task.start for task in draft.tasks if len(task.token_ids) > 2] == starts
+    assert (engine.stats().accepted_tokens_total > 0) is (len(starts) > 1)
 
 
 def test_nothing_is_guessed_beyond_what_the_draft_model_can_read() -> None:
@@ -122,4 +127,4 @@ def test_without_a_draft_model_the_method_is_refused() -> None:
     executor = ToyExecutor(4, 16)
     executor.draft_model = None
     with pytest.raises(ValueError, match="has loaded no draft model"):
-        drafting_of(GUESSING, BlockPool(4), 16, executor, LIMITS)
+        drafting_of(GUESSING, BlockPool(4), 16, executor, LIMITS, ScheduleConfig())

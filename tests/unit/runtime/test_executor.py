@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from tests.unit.runtime.factories import piece, task
+from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
+from workers.engine.engine import Engine
+from workers.engine.request import EngineLimits
 from workers.engine.step import GroupFailed, StepPlan
-from workers.kernels import Draw, Drawn, StepMessage, TorchKernels, header_of
+from workers.kernels import MAX_LOGIT_ROWS, Draw, Drawn, StepMessage, TorchKernels, header_of
 from workers.runtime.executor import GroupExecutor
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.runner import ModelRunner
+from workers.types import GenerateRequest, RequestId, SamplingParams
 
 VOCAB_SIZE = 8
 
@@ -27,10 +31,12 @@ class FakeRunner:
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.num_passes = 0
+        self.num_rows: list[int] = []
         self.fault = fault
 
     def run(self, message: StepMessage, draws: Sequence[Draw]) -> Drawn:
         self.num_passes += 1
+        self.num_rows.append(header_of(message).num_logit_rows)
         if self.fault is not None:
             raise self.fault
         logits = torch.zeros(header_of(message).num_logit_rows, VOCAB_SIZE)
@@ -89,3 +95,30 @@ def test_of_one_rank_a_fault_is_the_requests() -> None:
     (result,) = alone.execute(plan).slices
     assert [found.token_id for found in result.sampled] == [5]
     alone.close()
+
+
+def test_a_step_with_guesses_is_one_pass() -> None:
+    """More rows of logits than a pass makes would have the whole step computed twice."""
+    runner = FakeRunner()
+    schedule = ScheduleConfig(max_step_tokens=2048, max_running=400)
+    engine = Engine(
+        limits=EngineLimits(
+            vocab_size=VOCAB_SIZE, max_model_len=64, eos_token_ids=(), max_pass_rows=MAX_LOGIT_ROWS
+        ),
+        cache=CacheConfig(block_size=FakeRunner.block_size),
+        schedule=schedule,
+        executor=GroupExecutor(cast(ModelRunner, runner)),
+        speculative=SpeculativeConfig(method="prompt_lookup", max_draft_tokens=4),
+        clock=lambda: 0.0,
+    )
+    for number in range(150):
+        sampling = SamplingParams(max_tokens=20, temperature=0.0)
+        engine.add(
+            GenerateRequest(request_id=RequestId(f"r{number}"), prompt_token_ids=(5,) * 3, sampling=sampling)
+        )
+    while engine.has_work():
+        engine.step()
+    stats = engine.stats()
+    assert stats.drafted_tokens_total > 1000
+    assert max(runner.num_rows) > MAX_LOGIT_ROWS - 5
+    assert runner.num_passes == stats.num_steps

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workers.engine.proposals import HeadTask
-from workers.engine.step import SampleTask, SequenceSlice, StepPlan
+from workers.engine.step import GroupFailed, SampleTask, SequenceSlice, StepPlan
 from workers.kernels import TorchKernels
 from workers.model.medusa import MedusaHeads
 from workers.runtime.medusa import MedusaRunner
@@ -49,7 +49,7 @@ def test_a_task_names_a_row_by_its_slice(runner: MedusaRunner) -> None:
     tasks = [HeadTask(0, 0, 2, True), HeadTask(0, 2, 2, True), HeadTask(2, 0, 1, True)]
     proposals = runner.propose(7, tasks)
     assert proposals.drafts == [(0, 10), (20, 30), (50,)]
-    assert proposals.parents == [None] * 3
+    assert proposals.parents == [None] * 3 and not proposals.is_broken
     assert [each.num_rows for each in proposals.passes] == [3]
 
 
@@ -92,4 +92,19 @@ def test_without_the_states_of_the_last_step_there_are_no_guesses(runner: Medusa
 
 def test_values_that_are_not_finite_give_no_guesses(runner: MedusaRunner) -> None:
     runner.keep(PLAN, torch.full((6, SIZE), torch.nan))
-    assert runner.propose(7, [HeadTask(0, 0, 2), HeadTask(0, 1, 2, True)]).drafts == [(), ()]
+    proposals = runner.propose(7, [HeadTask(0, 0, 2), HeadTask(0, 1, 2, True)])
+    assert proposals.drafts == [(), ()] and proposals.is_broken
+
+
+def test_a_fault_of_the_device_ends_the_group_and_another_does_not(runner: MedusaRunner) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise fault
+
+    runner = MedusaRunner(replace(runner._heads, vocabulary=broken))
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
+    fault: Exception = torch.AcceleratorError("an illegal memory access")
+    with pytest.raises(GroupFailed, match="rank 0 fails in guessing by heads: an illegal memory access"):
+        runner.propose(7, [HeadTask(0, 0, 2)])
+    fault = RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"):
+        runner.propose(7, [HeadTask(0, 0, 2)])
