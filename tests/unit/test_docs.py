@@ -25,7 +25,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(rf"(?<![\w/.~-])(?:{'|'.join(FOLDERS)})/[\w./*-]*")
-_TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
+_TEST = re.compile(r"`([\w/]+\.py)::([tT]est\w+)(?:\[[^`]*\])?`")  # in brackets: which of its cases
 _ENDS = ("|", "&&", ";", "#", ">", "&")
 _TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -96,7 +96,18 @@ def test_files_that_are_named_are_there(document: Path) -> None:
 def test_tests_that_are_named_are_there(document: Path) -> None:
     for file, test in _TEST.findall(document.read_text()):
         found = [place / file for place in TESTS if (place / file).exists()]
-        assert found and f"def {test}(" in found[0].read_text(), f"{file}::{test}"
+        defined = re.compile(rf"^def {test}\(|^{test} = ", re.MULTILINE)
+        assert found and defined.search(found[0].read_text()), f"{file}::{test}"
+
+
+def test_whatever_goes_together_has_a_test() -> None:
+    """Each cell of the last table of docs/decoding.md."""
+    _, _, section = (ROOT / "docs" / "decoding.md").read_text().partition("## What goes with what")
+    head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    assert len(rows) == 6
+    for method, *cells in rows:
+        assert len(cells) == len(head) - 1, method
+        assert [cell for cell in cells if not _TEST.search(cell)] == [], method
 
 
 def test_commands_and_their_options_are_there(document: Path) -> None:

@@ -135,22 +135,35 @@ def test_logits_are_only_read():
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_chi_square_over_positions(filters):
-    """5,000 positions of one seeded request, as the sampler numbers them."""
-    vocab_size, positions = 30, 5000
-    logits = random_logits(1, vocab_size, seed=4) / 2
-    params = {"seed": 11, **filters}
-    tasks = [task(RANDOM, prompt=range(position), **params) for position in range(1, positions + 1)]
-    counts = [0] * vocab_size
-    for found in sample(logits.expand(positions, -1), tasks):
+def drawn_counts(logits, **params):
+    """How often each token comes in 5,000 positions of one seeded request, as the sampler numbers them."""
+    tasks = [task(RANDOM, prompt=range(position), seed=11, **params) for position in range(1, 5001)]
+    counts = [0] * logits.shape[1]
+    for found in sample(logits.expand(len(tasks), -1), tasks):
         assert found is not None
         counts[found.token_id] += 1
-    expected = exact_distribution(logits[0], **filters)
-    assert all(count == 0 for count, p in zip(counts, expected, strict=True) if p == 0)
-    cells = [(count, positions * p) for count, p in zip(counts, expected, strict=True) if positions * p >= 5]
+    return counts
+
+
+def fits(counts, expected):
+    """Whether a chi-square test at 0.01 % lets the counts pass."""
+    if any(count and not p for count, p in zip(counts, expected, strict=True)):
+        return False
+    total = sum(counts)
+    cells = [(count, total * p) for count, p in zip(counts, expected, strict=True) if total * p >= 5]
     statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
     freedom = len(cells) - 1
     # 99.99 % quantile by the approximation of Wilson and Hilferty (1931).
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert statistic < limit
+    return statistic < freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_chi_square_over_positions(filters):
+    logits = random_logits(1, 30, seed=4) / 2
+    assert fits(drawn_counts(logits, **filters), exact_distribution(logits[0], **filters))
+
+
+def test_chi_square_notices_a_temperature_that_is_a_tenth_off():
+    logits = random_logits(1, 30, seed=4) / 2
+    assert not fits(drawn_counts(logits * 1.1), exact_distribution(logits[0]))
+    assert not fits(drawn_counts(logits), exact_distribution(logits[0], top_k=29))
