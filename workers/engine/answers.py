@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from itertools import chain
 
 from workers.engine.execution import Failure, Outcome, failure_of
 from workers.engine.scheduler import Scheduler
@@ -18,6 +19,12 @@ def choices_of(sequence: Sequence) -> tuple[int, ...]:
     if sequence.search is None:
         return (sequence.choice,)
     return tuple(range(sequence.parent.request.num_choices))
+
+
+def open_choices(sequences: Iterable[Sequence]) -> tuple[int, ...]:
+    """That have not had their last chunk."""
+    left = (sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED)
+    return tuple(chain.from_iterable(map(choices_of, left)))
 
 
 def token_chunk(

@@ -7,6 +7,9 @@ because max_tokens is usually far above what comes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from workers.engine.search import search_of
 from workers.engine.sequence import Sequence
 
 _GUESS_WEIGHT = 4  # ended sequences that the first guess stands for: the first to end are the short ones
@@ -44,6 +47,12 @@ class OutputLengthEstimate:
     def expected_left(self, sequence: Sequence) -> int:
         """Tokens that are expected to come yet."""
         return max(0, self._expected_tokens(sequence) - sequence.num_tokens)
+
+    def demand(self, running: Iterable[Sequence], searching: Iterable[Sequence]) -> int:
+        """Blocks that these are expected to ask for until they end."""
+        held = [(each, len(each.block_table)) for each in running]
+        held += [(each, search_of(each).num_blocks) for each in searching]
+        return sum(max(0, self.expected_blocks(each) - num_held) for each, num_held in held)
 
     def _blocks_of_one(self, sequence: Sequence) -> int:
         return -(-self._expected_tokens(sequence) // self._block_size)

@@ -18,11 +18,11 @@ from itertools import chain, groupby
 from operator import itemgetter
 
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
-from workers.engine.answers import choices_of, take_search, token_chunk
+from workers.engine.answers import choices_of, open_choices, take_search, token_chunk
 from workers.engine.block_pool import BlockPool
 from workers.engine.drafting import drafting_of
 from workers.engine.exchange import ExchangeCommand, ExchangeSetup, KVExchange, Redirect
-from workers.engine.execution import Failure, Outcome, Outcomes, failure_of, num_right_drafts, run_plan
+from workers.engine.execution import Failure, Outcome, Outcomes, failure_of, num_right_drafts
 from workers.engine.grammars import GrammarBackend, Grammars
 from workers.engine.leases import LeaseId
 from workers.engine.meter import MeteredModel, StepMeter
@@ -40,7 +40,8 @@ from workers.engine.request import (
 from workers.engine.scheduler import Scheduler
 from workers.engine.search import make_search
 from workers.engine.sequence import SampledAt, Sequence, SequenceState
-from workers.engine.step import Executor, Sampled, SliceResult, StepPlan
+from workers.engine.step import Executor, Sampled, SliceResult, StepPlan, StepStarter
+from workers.engine.steps import Steps
 from workers.engine.totals import EngineTotals, group_report, group_stats
 from workers.report import GroupReport
 from workers.types import (
@@ -69,19 +70,20 @@ class Engine:
         cache: CacheConfig,
         schedule: ScheduleConfig,
         executor: Executor,
+        starter: StepStarter | None = None,
         speculative: SpeculativeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         exchange: ExchangeSetup | None = None,
         metered: MeteredModel | None = None,
         grammars: GrammarBackend | None = None,
     ) -> None:
-        """speculative: how tokens are guessed; None: not.
+        """starter: to plan steps ahead (`workers.engine.ahead`); None: never.
+        speculative: how tokens are guessed; None: not.
         exchange: of blocks with other groups; None: there is none.
         metered: to say how well steps use the machine; None: it is not said.
         grammars: compiles those of requests; None: a request that has one is refused."""
         exchange = exchange or ExchangeSetup()
         self._limits = limits
-        self._executor = executor
         self._clock = clock
         self._block_size = cache.block_size
         self._prefix_reuse = cache.prefix_reuse and limits.is_prefix_reusable
@@ -109,6 +111,9 @@ class Engine:
             limits=limits,
         )
         self._grammars = Grammars(grammars, clock)
+        if self._drafting is not None or limits.recompute_past is not None:
+            starter = None
+        self._steps = Steps(self._scheduler, self._pool, executor, starter, self._begin)
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices
         self._is_stalled = False  # the last step found nothing to do, and nothing has happened since
         self._num_arrived = 0
@@ -146,7 +151,8 @@ class Engine:
             self._exchange.fetches.want(sequences[0], request.kv_source)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drops a request and frees its blocks at once. False when it is unknown or has ended."""
+        """Drops a request and frees its blocks, at once or after the step in flight. False when it is unknown
+        or has ended."""
         sequences = self._requests.get(request_id)
         if sequences is None:
             return False
@@ -189,40 +195,34 @@ class Engine:
         chunks: list[TokenChunk] = []
         for sequence, refused in self._grammars.collect():
             self._fail(sequence.parent.request.request_id, refused.code, refused.sentence, chunks)
-        scheduled = self._scheduler.schedule()
-        if scheduled is None:
+        computed = self._steps.next(started)
+        if computed is None:
             self._is_stalled = True
             return chunks
-        for sequence in chain(scheduled.sequences[scheduled.num_decoding :], scheduled.searches):
-            if sequence.parent.admitted_s is None:
-                sequence.parent.admitted_s = started
-        self._grammars.start(scheduled.sequences, scheduled.plan.slices)
-        outcomes = run_plan(self._executor, scheduled.plan)
+        scheduled, outcomes, _ = computed
         for index, sequence in enumerate(scheduled.sequences):
-            if sequence.state is not _FINISHED:  # ended in this loop, with a choice beside it
+            if sequence.state is not _FINISHED:  # ended in this loop, with a choice beside it, or in flight
                 self._take(sequence, scheduled.plan, index, outcomes[index], chunks)
         if scheduled.searches:
             self._take_searches(scheduled, outcomes, chunks)
-        if all(isinstance(outcome, Exception) for outcome in outcomes):
-            # Its sequence is gone, and nobody knows whether it came to the zeroing.
-            self._pool.zero(scheduled.plan.zero_blocks)
         if self._exchange.leases.num_growing:  # before anything sealed here can be evicted
             self._exchange.leases.look()
         ended = self._clock()
-        self._meter.observe(scheduled.plan, scheduled.num_decode_rows, ended_s=ended, seconds=ended - started)
-        self._totals.add_step(ended - started)
+        seconds = self._steps.end(computed, ended)
+        self._meter.observe(scheduled.plan, scheduled.num_decode_rows, ended_s=ended, seconds=seconds)
+        self._totals.add_step(seconds)
         if self._drafting is not None and scheduled.num_decode_rows == len(scheduled.plan.slices):
             rows = sum(len(piece.token_ids) for piece in scheduled.plan.slices)
-            self._drafting.note_step(rows, ended - started)
+            self._drafting.note_step(rows, seconds)
         return chunks
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) or self._steps.are_in_flight
 
     def can_step(self) -> bool:
         """Whether a step may find something to do: there are requests, and not all were found to wait for
         other groups or their grammars since the last command, sweep or news of a grammar."""
-        return (not self._is_stalled or self._grammars.has_news) and bool(self._requests)
+        return (not self._is_stalled or self._grammars.has_news) and self.has_work()
 
     def has_timers(self) -> bool:
         """Whether sweep() is wanted even when nothing else happens."""
@@ -236,21 +236,16 @@ class Engine:
 
     def unfinished_choices(self, request_id: RequestId) -> tuple[int, ...]:
         """Choices that have not had their last chunk; () for an unknown request."""
-        sequences = self._requests.get(request_id, ())
-        open_ones = (sequence for sequence in sequences if sequence.state is not _FINISHED)
-        return tuple(chain.from_iterable(map(choices_of, open_ones)))
+        return open_choices(self._requests.get(request_id, ()))
 
     def unfinished(self) -> list[tuple[RequestId, int]]:
         """All choices that have not had their last chunk."""
-        return [
-            (request_id, choice)
-            for request_id in self._requests
-            for choice in self.unfinished_choices(request_id)
-        ]
+        return [(each, choice) for each, own in self._requests.items() for choice in open_choices(own)]
 
     def fail_all(self) -> None:
         """Ends every request as failed and frees all blocks but those in flight; says nothing of it: see
         unfinished()."""
+        self._steps.drop()
         self._exchange.leases.close_all()
         for sequences in list(self._requests.values()):
             for sequence in sequences:
@@ -285,8 +280,15 @@ class Engine:
             assert left > 0, f"{request_id} has ended and is still known"
             unfinished += left
         assert scheduled == unfinished, f"{scheduled} sequences scheduled, {unfinished} unfinished"
-        if not self._requests and not self._exchange.tables():
+        if not self.has_work() and not self._exchange.tables():
             assert self._pool.num_active == 0, f"idle with {self._pool.num_active} blocks held"
+
+    def _begin(self, scheduled: ScheduledStep) -> None:
+        """A step has been planned."""
+        for sequence in chain(scheduled.sequences[scheduled.num_decoding :], scheduled.searches):
+            if sequence.parent.admitted_s is None:
+                sequence.parent.admitted_s = self._pool.now_s
+        self._grammars.start(scheduled.sequences, scheduled.plan.slices)
 
     def _check(self, request: GenerateRequest) -> None:
         """Raises RequestRefused when the request cannot be taken, now or ever."""
@@ -386,10 +388,7 @@ class Engine:
             chunks += [error_chunk(request_id, choice, code, message) for choice in choices_of(sequence)]
 
     def _end(self, sequence: Sequence, reason: FinishReason, *, is_spoiled: bool = False) -> None:
-        if is_spoiled:
-            self._scheduler.remove_spoiled(sequence)
-        else:
-            self._scheduler.remove(sequence)
+        (self._scheduler.remove_spoiled if is_spoiled else self._scheduler.remove)(sequence)
         if sequence.parent.num_unfinished == 0:
             request = sequence.parent.request
             del self._requests[request.request_id]

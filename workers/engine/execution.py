@@ -7,7 +7,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from workers.decoding.beam_search import Candidate
-from workers.engine.step import Executor, GroupFailed, SequenceSlice, SliceResult, StepPlan
+from workers.engine.step import Executor, GroupFailed, SequenceSlice, SliceResult, StepPlan, StepResult
 from workers.types import INVALID_GRAMMAR, TOO_BUSY
 
 Outcome = SliceResult | Exception  # what a slice gave, or why it gave nothing
@@ -15,19 +15,23 @@ Outcomes = Sequence[Outcome]
 
 
 def run_plan(executor: Executor, plan: StepPlan) -> Outcomes:
-    """One outcome per slice. Raises GroupFailed when the group cannot compute any more.
-
-    After an exception each slice runs in a step of its own: a plan is complete in itself and writes the same
-    keys and values again, so the good ones lose nothing but time. If two or more slices all raise, the
-    executor is broken and not a request.
-    """
+    """One outcome per slice. Raises GroupFailed when the group cannot compute any more."""
     try:
-        return _run(executor, plan)
+        return slices_of(executor.execute(plan), plan)
     except GroupFailed:
         raise
     except Exception as error:
-        if len(plan.slices) == 1:
-            return [error]
+        return run_apart(executor, plan, error)
+
+
+def run_apart(executor: Executor, plan: StepPlan, error: Exception) -> Outcomes:
+    """What comes of the slices of a plan that has raised this: each runs in a step of its own.
+
+    A plan is complete in itself and writes the same keys and values again, so the good ones lose nothing but
+    time. If two or more slices all raise, the executor is broken and not a request: GroupFailed.
+    """
+    if len(plan.slices) == 1:
+        return [error]
     outcomes: list[Outcome] = []
     has_prepared = False
     for index in range(len(plan.slices)):
@@ -40,6 +44,13 @@ def run_plan(executor: Executor, plan: StepPlan) -> Outcomes:
         first = failed[0]
         raise GroupFailed(f"each of {len(failed)} sequences fails, the first with {first!r}") from first
     return outcomes
+
+
+def slices_of(result: StepResult, plan: StepPlan) -> Sequence[SliceResult]:
+    """The results of a plan, one a slice, or GroupFailed."""
+    if len(result.slices) != len(plan.slices):
+        raise GroupFailed(f"step {plan.number}: {len(result.slices)} results for {len(plan.slices)} slices")
+    return result.slices
 
 
 class Failure(NamedTuple):
@@ -97,18 +108,11 @@ def _problem_with_candidates(candidates: Sequence[Candidate], vocab_size: int) -
 
 def _run_alone(executor: Executor, plan: StepPlan) -> Outcome:
     try:
-        return _run(executor, plan)[0]
+        return slices_of(executor.execute(plan), plan)[0]
     except GroupFailed:
         raise
     except Exception as error:
         return error
-
-
-def _run(executor: Executor, plan: StepPlan) -> Sequence[SliceResult]:
-    results = executor.execute(plan).slices
-    if len(results) != len(plan.slices):
-        raise GroupFailed(f"step {plan.number}: {len(results)} results for {len(plan.slices)} slices")
-    return results
 
 
 def num_right_drafts(piece: SequenceSlice, result: SliceResult) -> int:

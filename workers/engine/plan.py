@@ -23,18 +23,18 @@ class ScheduledStep(NamedTuple):
 
 def plan_step(
     number: int,
-    decoding: Items[Sequence],
+    decoding: Items[tuple[Sequence, SequenceSlice]],
     chunks: Items[tuple[Sequence, int]],
     searching: Items[Sequence],
     pool: BlockPool,
     *,
     turns_by_length: bool,
 ) -> ScheduledStep | None:
-    """chunks: of sequences in prefill, with the position where each ends; those that were preempted after
-    their turn are left out. turns_by_length: the model has to know how long sequences are. None when there
-    is nothing to compute."""
-    slices = [sequence.decode_slice() for sequence in decoding]
-    sequences = list(decoding)
+    """decoding: with the slice of each. chunks: of sequences in prefill, with the position where each ends;
+    those that were preempted after their turn are left out. turns_by_length: the model has to know how long
+    sequences are. None when there is nothing to compute."""
+    slices = [piece for _, piece in decoding]
+    sequences = [sequence for sequence, _ in decoding]
     searches: list[Sequence] = []
     search_slices: list[SequenceSlice] = []
     for sequence, end in chunks:

@@ -113,6 +113,23 @@ def _end_ids(sampling: SamplingParams, limits: EngineLimits) -> frozenset[int]:
     return frozenset((*sampling.stop_token_ids, *(token for token in eos if 0 <= token < limits.vocab_size)))
 
 
+def needs_host(request: GenerateRequest, end_ids: frozenset[int]) -> bool:
+    """Whether a token of it takes more than drawing an id from a row of logits: what is known of the tokens
+    before it, or numbers beside the id. Such a request is never planned ahead (`workers.engine.ahead`)."""
+    sampling = request.sampling
+    return bool(
+        request.grammar is not None
+        or request.beam is not None
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.logit_bias
+        or (sampling.min_tokens > 0 and end_ids)
+        or sampling.num_logprobs is not None
+        or sampling.num_prompt_logprobs is not None
+    )
+
+
 def validate(request: GenerateRequest, limits: EngineLimits) -> None:
     """Raises RequestRefused for anything the engine could not carry to an end.
 

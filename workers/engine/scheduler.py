@@ -21,6 +21,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 from workers.config import ScheduleConfig
+from workers.engine.ahead import Flights
 from workers.engine.block_pool import BlockPool
 from workers.engine.computed import ComputedBlocks
 from workers.engine.demand import OutputLengthEstimate
@@ -75,6 +76,7 @@ class Scheduler:
         self._turns_by_length = limits.turns_by_length
         self._exchange = exchange
         self._drafting = drafting
+        self.flights = Flights(pool)
         self.num_steps = 0
         self.estimate = OutputLengthEstimate(
             block_size=block_size, first_guess=schedule.expected_output_tokens
@@ -100,28 +102,32 @@ class Scheduler:
         """Queues all choices of a request, whose total need has been found to fit the pool."""
         self.num_queued_requests += 1
         for sequence in sequences:
+            self.flights.num_needing_host += sequence.needs_host
             self._enqueue(sequence)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when no sequence is unfinished, or all wait for their grammars or for blocks
-        that the exchange with other groups is to bring or to give back. The plan shares block tables with the
-        scheduler: it is to be read before anything else is called here."""
-        for sequence in self._computed.outgrown(self._decoding + self._searching):
-            self._send_back(sequence)
+        that other groups are to bring or to give back, or when the results of a step in flight come first.
+        The plan shares block tables with the scheduler: it is to be read before anything else is called."""
+        ahead = self.flights.reserve_next(self._block_size) if self.flights else []
+        if self.flights and not ahead:
+            return None
         preemptions = self.preemptions_total
-        self._reserve_decode_blocks()
-        budget = self._max_step_tokens - len(self._decoding)
+        if not ahead:
+            self._reserve_decode_blocks()
+        budget = self._max_step_tokens - (len(ahead) or len(self._decoding))
         if self._searching:
             reserve_all(self._searching, self._pool, self._block_size, self._make_room)
             budget -= sum(len(search_of(sequence).tables) for sequence in self._searching)
         chunks = self._reserve_chunks(budget)
         if preemptions == self.preemptions_total:  # else memory is short: nobody new
             self._start_fetches()
-            self._admit(budget - sum(end - sequence.num_computed for sequence, end in chunks), chunks)
+            self._admit(budget - sum(end - sequence.num_started for sequence, end in chunks), chunks)
         if self._drafting is not None and not chunks:
             self._drafting.start(self._decoding, budget, self.estimate)
+        rows = ahead or [(sequence, sequence.decode_slice()) for sequence in self._decoding]
         step = plan_step(
-            *(self.num_steps + 1, self._decoding, chunks, self._searching, self._pool),
+            *(self.num_steps + 1, rows, chunks, self._searching, self._pool),
             turns_by_length=self._turns_by_length,
         )
         if step is None:
@@ -143,10 +149,7 @@ class Scheduler:
         """Its tokens were all computed and the next one has been appended."""
         assert sequence.state is _PREFILLING, f"{sequence.key} is {sequence.state.value}, not in prefill"
         assert sequence.num_computed == sequence.num_tokens - 1, f"{sequence.key} has a longer way to go"
-        self._prefilling.remove(sequence)
-        self._set_backlog(sequence, 0)
-        sequence.state = _DECODING
-        self._decoding.append(sequence)
+        self._end_prefill(sequence, _DECODING, self._decoding)
 
     def go_on_searching(self, sequence: Sequence, parents: tuple[int, ...]) -> None:
         """A step, of hypotheses or the prompt, has brought a search new hypotheses, with these parents."""
@@ -157,7 +160,7 @@ class Scheduler:
             search.branch(sequence, parents, self._pool)
         else:
             search.begin(sequence, parents, self._pool)
-            self._start_searching(sequence)
+            self._end_prefill(sequence, _SEARCHING, self._searching)
 
     def resume_search(self, sequence: Sequence) -> None:
         """A search that was preempted has computed one of its hypotheses again: on to the next, or to go on
@@ -169,23 +172,24 @@ class Scheduler:
                 sequence.num_sealed = sequence.num_computed // self._block_size
             self._set_backlog(sequence, sequence.num_tokens - sequence.num_computed)
         else:
-            self._start_searching(sequence)
+            self._end_prefill(sequence, _SEARCHING, self._searching)
         self.running_tokens += sequence.num_computed - before
 
-    def _start_searching(self, sequence: Sequence) -> None:
+    def _end_prefill(self, sequence: Sequence, state: SequenceState, queue: list[Sequence]) -> None:
         self._prefilling.remove(sequence)
         self._set_backlog(sequence, 0)
-        sequence.state = _SEARCHING
-        self._searching.append(sequence)
+        sequence.state = state
+        queue.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes an unfinished sequence out, wherever it is; its blocks are free at once."""
+        """Takes an unfinished sequence out, wherever it is; its blocks are free unless a step has it."""
         if sequence.state is _WAITING:
             del self._waiting[bisect_left(self._waiting, sequence.key, key=_by_key)]
         else:
             self._stop_running(sequence)
         self._set_backlog(sequence, 0)
         sequence.state = _FINISHED
+        self.flights.num_needing_host -= sequence.needs_host
         parent = sequence.parent
         parent.num_unfinished -= 1
         if parent.fetch is not None and parent.num_unfinished == 0:
@@ -213,26 +217,26 @@ class Scheduler:
             num_queued_requests=self.num_queued_requests,
         )
         assert self.num_running <= self._max_running, f"{self.num_running} rows run, {self._max_running} may"
-        self._pool.check_integrity([*self._exchange.tables(), *queues.block_tables()])
+        tables = self._exchange.tables() + queues.block_tables() + self.flights.tables()
+        self._pool.check_integrity(tables)
         self._exchange.check_integrity()
         self._in_progress.check_integrity()
         return sum(map(len, queues))
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=_by_key)
-        to_prefill = sequence.num_tokens
+        shared = 0  # tokens that the first choice computes for the others
         if self._prefix_reuse and sequence.choice != sequence.parent.first_choice:
-            shared = min(sequence.prompt_len, sequence.num_tokens - 1)  # that one computes the prompt
-            to_prefill -= shared // self._block_size * self._block_size
-        self._set_backlog(sequence, to_prefill)
+            shared = min(sequence.prompt_len, sequence.num_tokens - 1) // self._block_size * self._block_size
+        self._set_backlog(sequence, sequence.num_tokens - shared)
 
     def _set_backlog(self, sequence: Sequence, num_tokens: int) -> None:
         self.waiting_tokens += num_tokens - sequence.backlog
         sequence.backlog = num_tokens
 
-    # -- blocks for those who run -------------------------------------------------------------------------
-
     def _reserve_decode_blocks(self) -> None:
+        for sequence in self._computed.outgrown(self._decoding + self._searching):
+            self.send_back(sequence)
         size = self._block_size
         full = [s for s in self._decoding if s.num_computed == len(s.block_table) * size]
         if len(full) > self._pool.num_available:
@@ -249,26 +253,29 @@ class Scheduler:
                 break
             if sequence.state is _PREFILLING:  # not preempted for one before it
                 end = self._grow(sequence, sequence.chunk_end(min(budget, self._max_chunk)))
-                if end > sequence.num_computed:
-                    budget -= end - sequence.num_computed
+                if end > sequence.num_started:
+                    budget -= end - sequence.num_started
                     chunks.append((sequence, end))
         return chunks
 
     def _grow(self, sequence: Sequence, end: int) -> int:
         """Allocates blocks for positions up to `end` or as far as the pool goes without preemption, but for
-        at least one token. Returns the position reached: num_computed only if the sequence was itself
-        preempted."""
+        at least one token. Returns the position reached: num_started only if the sequence was itself
+        preempted, or nobody may be."""
         table, size = sequence.block_table, self._block_size
-        if sequence.num_computed == len(table) * size and not self._make_room(sequence):
-            return sequence.num_computed
+        if sequence.num_started == len(table) * size and not self._make_room(sequence):
+            return sequence.num_started
         missing = -(-end // size) - len(table)
         for _ in range(min(missing, self._pool.num_available)):
             table.append(self._pool.allocate())
         return min(end, len(table) * size)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Sees to it that a block is available. False when `sequence` was itself preempted for it."""
+        """Sees to it that a block is available. False when `sequence` was itself preempted for it, or a step
+        is in flight: then nobody is."""
         while self._pool.num_available == 0:
+            if self.flights:
+                return False
             if self._exchange.yield_blocks():
                 continue
             running = self._prefilling + self._decoding + self._searching
@@ -276,13 +283,13 @@ class Scheduler:
             if len(running) > 1 or not self._exchange.is_holding:
                 victim = choose_victim(sequence, running, self._pool, self._block_size)
             self.preemptions_total += 1
-            self._send_back(victim)
+            self.send_back(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _send_back(self, sequence: Sequence) -> None:
-        """From those who run to those who wait, to be computed again."""
+    def send_back(self, sequence: Sequence) -> None:
+        """From those who run to those who wait, to be computed again; not while a step in flight has it."""
         self._stop_running(sequence)
         sequence.restart()
         if sequence.search is not None:
@@ -300,10 +307,7 @@ class Scheduler:
         self._extra_rows -= sequence.num_rows - 1
         self._in_progress.withdraw(sequence)
         self.running_tokens -= sequence.num_computed
-        self._pool.free_table(sequence.held_blocks)
-        sequence.block_table, sequence.num_released = [], 0
-
-    # -- admission ----------------------------------------------------------------------------------------
+        self.flights.free(sequence)
 
     def _admit(self, budget: int, chunks: list[tuple[Sequence, int]]) -> None:
         """Admits waiting sequences in order while budget, places and future memory last; adds their chunks.
@@ -364,10 +368,7 @@ class Scheduler:
             )
 
     def _demand_of_running(self) -> int:
-        """Blocks that running sequences are expected to ask for until they end."""
-        expected = self.estimate.expected_blocks
-        demand = sum(max(0, expected(s) - len(s.block_table)) for s in self._prefilling + self._decoding)
-        return demand + sum(max(0, expected(s) - search_of(s).num_blocks) for s in self._searching)
+        return self.estimate.demand([*self._prefilling, *self._decoding], self._searching)
 
     def _start_prefill(self, sequence: Sequence, found: list[int]) -> None:
         for block in found:

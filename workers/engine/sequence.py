@@ -2,6 +2,8 @@
 
     tokens     prompt and output so far; the last one of a decoding sequence is not yet computed
     computed   the first `num_computed` of them have their keys and values in the pool
+    started    so do, or will by steps that have begun, the first `num_started`: one more than there are
+               tokens when the newest one is being sampled
     sealed     the first `num_sealed` blocks are full, computed, and were offered to the prefix cache
     released   the first `num_released` blocks will not be read again and were given back
 
@@ -16,10 +18,11 @@ same way: its tokens are there, and nothing is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from workers.engine.request import RequestState
+from workers.engine.request import RequestState, needs_host
 from workers.engine.step import SampleTask, SequenceSlice
 from workers.hashing import BlockHash, chain_hash, root_hash
 from workers.types import FinishReason, TokenLogprob
@@ -68,8 +71,10 @@ class Sequence:
         "is_outgrown",
         "key",
         "max_num_tokens",
+        "needs_host",
         "num_cached",
         "num_computed",
+        "num_in_flight",
         "num_released",
         "num_rows",
         "num_sealed",
@@ -97,6 +102,8 @@ class Sequence:
         self.output: list[int] = list(begun)
         self.state = SequenceState.WAITING
         self.num_computed = 0
+        self.num_in_flight = 0  # tokens in steps that have begun, and whose results have not been taken
+        self.needs_host = needs_host(request, parent.end_ids)
         self.num_sealed = 0
         self.num_released = 0  # blocks at the begin of the table that are no longer its own
         self.block_table: list[int] = []
@@ -135,6 +142,11 @@ class Sequence:
         return self.prompt_len + len(self.output)
 
     @property
+    def num_started(self) -> int:
+        """Tokens that are computed, or in a step that has begun."""
+        return self.num_computed + self.num_in_flight
+
+    @property
     def held_blocks(self) -> list[int]:
         """Those of the table that it owns."""
         return self.block_table[self.num_released :]
@@ -153,7 +165,7 @@ class Sequence:
 
     def chunk_end(self, max_tokens: int) -> int:
         """Position after the last token of the next slice, when it may have `max_tokens`."""
-        end = min(self.num_tokens, self.num_computed + max_tokens)
+        end = min(self.num_tokens, self.num_started + max_tokens)
         if self._is_scoring():
             assert self.prompt_scores is not None
             if self.num_computed < len(self.prompt_scores):  # scored before a preemption: no second time
@@ -197,9 +209,19 @@ class Sequence:
             draft_parents=self.draft_parents,
         )
 
+    def slice_ahead(self, row: int) -> SequenceSlice:
+        """The token that is being sampled: the step in flight draws it from its logits of this row."""
+        assert self.task is not None and not self.drafts, f"{self.key} cannot be planned ahead"
+        return SequenceSlice(
+            token_ids=(-1 - row,),
+            start=self.num_started,
+            block_table=self.block_table,
+            sample=replace(self.task, num_sampled=len(self.output) + 1),
+        )
+
     def chunk_slice(self, end: int, *, turns_by_length: bool = False) -> SequenceSlice:
-        """The tokens from the first that is not computed up to `end`."""
-        start, num_known = self.num_computed, self.num_tokens
+        """The tokens from the first that is in no step yet up to `end`."""
+        start, num_known = self.num_started, self.num_tokens
         if self.search is not None and self.task is None:
             num_known += 1  # the newest of the hypothesis
         return SequenceSlice(
@@ -252,15 +274,17 @@ class Sequence:
 
     def check_progress(self, block_size: int, *, prefix_reuse: bool) -> None:
         """Asserts that a running sequence has blocks and seals for what is computed. Valid between steps."""
-        computed, num_blocks = self.num_computed, len(self.block_table)
-        assert num_blocks == -(-computed // block_size), (
-            f"{self.key}: {num_blocks} blocks for {computed} tokens"
+        computed, started, num_blocks = self.num_computed, self.num_started, len(self.block_table)
+        assert num_blocks == -(-started // block_size), (
+            f"{self.key}: {num_blocks} blocks for {started} tokens"
         )
         sealed = computed // block_size if prefix_reuse else 0
         assert self.num_sealed == sealed, f"{self.key}: {self.num_sealed} blocks sealed"
         # A hypothesis that is computed again may have no whole block in common with another.
         least = 1 if self.search is None else 0
-        assert least <= computed < self.num_tokens, f"{self.key}: {computed} of {self.num_tokens} computed"
+        assert least <= started and computed < self.num_tokens, (
+            f"{self.key}: {computed} of {self.num_tokens} computed"
+        )
 
     def restart(self) -> None:
         """Forgets progress but not the tokens. The blocks have been freed."""

@@ -49,11 +49,15 @@ class SampleTask:
     end_token_ids: Sequence[int] = ()  # never chosen before min_tokens has been reached
     drafts: Sequence[int] = ()  # guessed to come after the output
     num_candidates: int = 0  # of a search: so many tokens, the best ones; none is drawn
+    # Tokens before the one to choose, after the prompt, when the last one is not known yet; None: all are.
+    num_sampled: int | None = None
     allowed: AllowedTokens | None = None  # by a grammar, which then also says when an end id may come
 
     @property
     def num_new(self) -> int:
         """Tokens after the prompt, before the one to choose."""
+        if self.num_sampled is not None:
+            return self.num_sampled
         return len(self.output_token_ids) + len(self.drafts)
 
     @property
@@ -68,7 +72,9 @@ class SampleTask:
 class SequenceSlice:
     """The tokens of one sequence that a step computes."""
 
-    token_ids: Sequence[int]  # never empty
+    # Never empty. In a step that is planned while the one before it is computed, -1 - i stands for the id
+    # that is drawn there from row i of the logits.
+    token_ids: Sequence[int]
     start: int  # position of the first one = tokens of the sequence already in the pool
     block_table: Sequence[int]  # pool blocks of positions 0 .. start + len(token_ids) - 1, in order
     sample: SampleTask | None = None  # set when the slice reaches the end of the sequence's tokens
@@ -163,6 +169,25 @@ class StepResult:
 
 class GroupFailed(Exception):
     """A rank died, hung or disagreed: the group cannot compute any more. Its message names the rank."""
+
+
+class StartedStep(Protocol):
+    """A step that is being computed."""
+
+    def result(self) -> StepResult:
+        """Waits for it. To be called once. Raises as `Executor.execute`."""
+        ...
+
+
+class StepStarter(Protocol):
+    """Runs plans without waiting for them: several are computed one after the other, in the order of their
+    starts. See `workers.engine.ahead`."""
+
+    def start(self, plan: StepPlan) -> StartedStep:
+        """Begins a step. The ids that are drawn from its rows have to be all that is wanted of it, and there
+        has to be one at least. Everything of the plan is read before this returns. Raises as
+        `Executor.execute`."""
+        ...
 
 
 class Executor(Protocol):

@@ -47,9 +47,9 @@ class Damaged(ToyExecutor):
 
 
 def proven(off: float = 0.0) -> tuple[Canary, Engine, Damaged, Clock]:
-    clock, executor = Clock(), Damaged(64, 16)
-    engine, _ = make_engine(clock=clock)
-    engine._executor = executor
+    clock = Clock()
+    engine, executor = make_engine(clock=clock, make_executor=Damaged)
+    assert isinstance(executor, Damaged)
     executor.off = off
     canary = Canary(LIMITS, clock)
     canary.prove(engine)

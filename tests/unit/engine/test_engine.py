@@ -11,10 +11,10 @@ from tests.unit.engine.toy import (
     make_request,
     numbers,
     reference,
-    reference_scores,
     replay,
     run,
 )
+from tests.unit.engine.toy_reference import reference_scores
 from workers.engine.step import SampleTask, StepPlan
 from workers.hashing import block_hashes
 from workers.types import FinishReason, RequestId, RequestRefused

@@ -6,16 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.engine.toy import (
-    Transcript,
-    make_engine,
-    make_request,
-    numbers,
-    reference,
-    reference_scores,
-    reference_search,
-    replay,
-)
+from tests.unit.engine.toy import Transcript, make_engine, make_request, numbers, reference, replay
+from tests.unit.engine.toy_reference import reference_scores, reference_search
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import METHODS, MODEL_METHODS
 from workers.engine.step import SequenceSlice
@@ -44,6 +36,7 @@ class EngineMachine(RuleBasedStateMachine):
         expected=st.sampled_from([1, 8]),
         drafts=st.sampled_from([0, 1, 4]),
         method=st.sampled_from([*METHODS, *MODEL_METHODS]),
+        plans_ahead=st.booleans(),
     )
     def start(
         self,
@@ -56,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
         expected: int,
         drafts: int,
         method: str,
+        plans_ahead: bool,
     ) -> None:
         self.engine, self.executor = make_engine(
             num_blocks=num_blocks,
@@ -68,7 +62,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_waiting=6,
             speculative=SpeculativeConfig(method=method, max_draft_tokens=drafts) if drafts else None,
             eos=EOS,
+            plans_ahead=plans_ahead,
         )
+        self.plans_ahead = plans_ahead
         self.capacity, self.block_size = num_blocks * block_size, block_size
         self.max_rows = (max_step_tokens, max_running)
         self.requests: dict[RequestId, GenerateRequest] = {}
@@ -98,6 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
         width=st.sampled_from([None, None, 1, 2, 4, 7]),
         length_penalty=st.sampled_from([-1.0, 0.0, 0.6, 2.0]),
         early_stopping=st.sampled_from(EarlyStopping),
+        is_plain=st.sampled_from([True, True, False]),
     )
     def add(
         self,
@@ -113,8 +110,11 @@ class EngineMachine(RuleBasedStateMachine):
         width: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
+        is_plain: bool,
     ) -> None:
         beam = None
+        if self.plans_ahead and is_plain:  # one that is not has no step planned ahead as long as it is here
+            scores, min_tokens, width = None, 0, None
         if width is not None:
             beam = BeamParams(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
             num_choices, temperature, max_tokens = min(num_choices, width), 0.0, max(max_tokens, 1)

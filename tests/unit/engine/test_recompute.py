@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.engine.toy import (
-    LIMITS,
-    ToyExecutor,
-    make_engine,
-    make_request,
-    numbers,
-    reference,
-    reference_search,
-    run,
-)
+from tests.unit.engine.toy import LIMITS, ToyExecutor, make_engine, make_request, numbers, reference, run
+from tests.unit.engine.toy_reference import reference_search
 from workers.config import SpeculativeConfig
 from workers.types import BeamParams
 

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.engine.toy import (
-    Transcript,
-    make_engine,
-    make_request,
-    numbers,
-    reference,
-    reference_scores,
-    reference_search,
-    run,
-)
+from tests.unit.engine.toy import Transcript, make_engine, make_request, numbers, reference, run
+from tests.unit.engine.toy_reference import reference_scores, reference_search
 from workers.engine.engine import Engine
 from workers.engine.step import StepPlan
 from workers.types import BeamParams, EarlyStopping, FinishReason, GenerateRequest, RequestRefused

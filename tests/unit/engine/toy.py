@@ -22,8 +22,9 @@ from tests.unit.engine.toy_model import (
     score_of,
     seen_of,
 )
+from tests.unit.engine.toy_plans import filled_in, snapshot
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig, TransferConfig
-from workers.decoding.beam_search import BeamSearch, Candidate, Hypothesis
+from workers.decoding.beam_search import Candidate
 from workers.engine.engine import Engine
 from workers.engine.exchange import ExchangeSetup
 from workers.engine.fetch import KVPeers
@@ -42,33 +43,6 @@ from workers.types import (
     TokenChunk,
     TokenLogprob,
 )
-
-
-def reference_search(request: GenerateRequest, eos: Sequence[int] = ()) -> list[Hypothesis]:
-    """What a beam search must give, best first: every hypothesis computed anew for each token."""
-    assert request.beam is not None
-    sampling = request.sampling
-    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
-    search = BeamSearch(request.beam, max_tokens=sampling.max_tokens, end_ids=ends)
-    while not search.is_over:
-        tasks = [
-            SampleTask(
-                params=sampling,
-                choice=0,
-                prompt_token_ids=request.prompt_token_ids,
-                output_token_ids=hypothesis.token_ids,
-                end_token_ids=sorted(ends),
-                num_candidates=search.num_candidates,
-            )
-            for hypothesis in search.hypotheses
-        ]
-        search.advance(
-            [
-                candidates_of(contents_of((*task.prompt_token_ids, *task.output_token_ids)), task)
-                for task in tasks
-            ]
-        )
-    return list(search.finished[: request.num_choices])
 
 
 def reference(
@@ -94,12 +68,6 @@ def reference(
     return output
 
 
-def reference_scores(request: GenerateRequest) -> tuple[TokenLogprob | None, ...]:
-    contents = contents_of(request.prompt_token_ids)
-    scores = (score_of(contents[:i], token) for i, token in enumerate(request.prompt_token_ids) if i)
-    return (None, *scores)
-
-
 LIMITS = EngineLimits(vocab_size=VOCAB, max_model_len=4096, eos_token_ids=())
 
 
@@ -115,6 +83,9 @@ class ToyExecutor:
         self.num_computed_tokens = 0
         self.draft_heads: ToyHeads | None = ToyHeads()
         self.draft_model: ToyDraft | None = ToyDraft(self._pool, block_size)
+        self._started: list[ToyStep] = []  # in this order, and not computed yet
+        self._drawn: list[int] = []  # ids of the step computed last, by row of logits
+        self.is_exact = True  # slices have the blocks that they need and no others
         self.before_step: Callable[[StepPlan], None] = lambda plan: None  # may raise
         self.spoil: Callable[[SequenceSlice], str | None] = lambda piece: None  # error of a slice
 
@@ -125,17 +96,21 @@ class ToyExecutor:
     def close(self) -> None:
         pass
 
+    def start(self, plan: StepPlan) -> ToyStep:
+        """Computed as late as can be: when it is asked for, after what started before it."""
+        assert any(piece.sample for piece in plan.slices) and not plan.num_searches
+        self._started.append(ToyStep(self, snapshot(plan)))
+        return self._started[-1]
+
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.compute(snapshot(plan))
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """A plan whose lists are its own."""
+        drawn, self._drawn = self._drawn, []
         self.before_step(plan)
-        self.plans.append(
-            StepPlan(
-                number=plan.number,
-                slices=tuple(_copy(piece) for piece in plan.slices),
-                num_searches=plan.num_searches,
-                zero_blocks=tuple(plan.zero_blocks),
-                copy_blocks=tuple(plan.copy_blocks),
-            )
-        )
+        plan = replace(plan, slices=[filled_in(piece, drawn) for piece in plan.slices])
+        self.plans.append(plan)
         self._check_writes(plan)
         size = self._block_size
         for source, target in plan.copy_blocks:
@@ -144,7 +119,19 @@ class ToyExecutor:
             self._write(piece)
         if self.draft_heads is not None:
             self.draft_heads.step_number, self.draft_heads.seen = plan.number, []
-        return StepResult(slices=[self._result(piece) for piece in plan.slices])
+        results = [self._result(piece) for piece in plan.slices]
+        for piece, result in zip(plan.slices, results, strict=True):
+            if piece.sample is not None:
+                self._drawn.append(result.sampled[0].token_id if result.sampled else 0)
+        return StepResult(slices=results)
+
+    def forget_started(self) -> None:
+        """Steps whose results nobody will ask for: they compute nothing."""
+        self._started.clear()
+
+    def take_turn(self, step: ToyStep) -> None:
+        """Its results are asked for."""
+        assert self._started.pop(0) is step, "results are asked for out of order"
 
     def _slot(self, piece: SequenceSlice, position: int) -> int:
         return (
@@ -158,7 +145,8 @@ class ToyExecutor:
         for index, piece in enumerate(plan.slices):
             end = piece.start + len(piece.token_ids)
             assert len(piece.token_ids) > 0
-            assert len(piece.block_table) == -(-end // size), "not exactly the blocks of the slice"
+            num_spare = len(piece.block_table) - -(-end // size)
+            assert num_spare == 0 or (num_spare > 0 and not self.is_exact), "not the blocks of the slice"
             for place in range(piece.start // size, -(-end // size)):
                 block = piece.block_table[place]
                 assert written.setdefault(block, index) == index, f"block {block} written by two slices"
@@ -236,20 +224,16 @@ class ToyExecutor:
         return replace(result, sampled=[result.sampled[row] for row in rows], rows=rows)
 
 
-def _copy(piece: SequenceSlice) -> SequenceSlice:
-    """A slice as it was in its step: tables and outputs are live lists."""
-    task = piece.sample
-    return SequenceSlice(
-        token_ids=tuple(piece.token_ids),
-        start=piece.start,
-        block_table=tuple(piece.block_table),
-        sample=task and replace(task, output_token_ids=tuple(task.output_token_ids)),
-        num_known=piece.num_known,
-        num_drafts=piece.num_drafts,
-        draft_parents=piece.draft_parents,
-        prompt_targets=piece.prompt_targets,
-        num_prompt_logprobs=piece.num_prompt_logprobs,
-    )
+class ToyStep:
+    """Implements workers.engine.step.StartedStep."""
+
+    def __init__(self, executor: ToyExecutor, plan: StepPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+
+    def result(self) -> StepResult:
+        self._executor.take_turn(self)
+        return self._executor.compute(self._plan)
 
 
 def make_engine(
@@ -272,8 +256,10 @@ def make_engine(
     grammars: GrammarBackend | None = None,
     window: int | None = None,
     recompute_past: int | None = None,
+    plans_ahead: bool = False,
+    make_executor: type[ToyExecutor] = ToyExecutor,
 ) -> tuple[Engine, ToyExecutor]:
-    executor = ToyExecutor(num_blocks, block_size, window)
+    executor = make_executor(num_blocks, block_size, window)
     engine = Engine(
         limits=EngineLimits(
             vocab_size=VOCAB,
@@ -293,6 +279,7 @@ def make_engine(
             expected_output_tokens=expected_output_tokens,
         ),
         executor=executor,
+        starter=executor if plans_ahead else None,
         speculative=speculative,
         grammars=grammars,
         clock=clock,

@@ -16,10 +16,11 @@ from tests.unit.exchange.world import Options, World
 from workers.decoding.drafter import MODEL_METHODS
 
 
-def test_schedules() -> None:
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_schedules(plans_ahead: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(150):
-        chaos = play(World(), seed)
+        chaos = play(World(plans_ahead=plans_ahead), seed)
         for group in [*chaos.world.groups.values(), *chaos.gone]:
             stats = group.engine.stats()
             seen["tokens"] += stats.kv_fetched_tokens_total
@@ -72,6 +73,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         max_running=st.sampled_from([2, 16]),
         expected=st.sampled_from([1, 8]),
         guesses=st.sampled_from(["none", *MODEL_METHODS]),
+        plans_ahead=st.booleans(),
     )
     def start(
         self,
@@ -81,6 +83,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         max_running: int,
         expected: int,
         guesses: str,
+        plans_ahead: bool,
     ) -> None:
         options = Options(
             num_blocks=num_blocks,
@@ -90,7 +93,7 @@ class ExchangeMachine(RuleBasedStateMachine):
             expected_output_tokens=expected,
             guesses=guesses,
         )
-        self.chaos = Chaos(World(), options)
+        self.chaos = Chaos(World(plans_ahead=plans_ahead), options)
 
     @rule(
         to=st.integers(0, 2),

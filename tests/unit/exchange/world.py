@@ -51,10 +51,10 @@ HEARTBEAT_S = 2.0
 class Memory(ToyExecutor):
     """The toy executor, with a way for transfers into and out of its pool; zeroes blocks when told to."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def compute(self, plan: StepPlan) -> StepResult:
         for block in plan.zero_blocks:
             self.write(block, 0, [None] * self._block_size)  # nobody may read it now
-        return super().execute(plan)
+        return super().compute(plan)
 
     def read(self, block: int) -> list[int | None]:
         return self._pool[block * self._block_size : (block + 1) * self._block_size]
@@ -129,6 +129,7 @@ class Group:
         self.spoiled: set[RequestId] = set()
         self.leases_at: dict[int, tuple[Group, LeaseId]] = {}  # own fetches
         self.readers: dict[LeaseId, tuple[Group, int]] = {}  # of own blocks
+        memory.forget_started()  # by the group before it
         self.engine = Engine(
             limits=EngineLimits(vocab_size=VOCAB, max_model_len=4096, eos_token_ids=()),
             cache=CacheConfig(block_size=options.block_size),
@@ -140,6 +141,7 @@ class Group:
                 max_waiting=64,
             ),
             executor=memory,
+            starter=memory if world.plans_ahead else None,
             speculative=SpeculativeConfig(method=options.guesses),
             clock=lambda: world.now_s,
             exchange=ExchangeSetup(
@@ -256,6 +258,7 @@ class World:
     """The groups, the clock, and everything under way."""
 
     checks_generations: bool = True
+    plans_ahead: bool = False  # all groups
     reads_by_name: bool = False  # a pull reads whoever has the source's name and memory by now
     generations_apart: int = 1 << 40  # between the first ones of two starts
     says_it_lives: bool = True  # a source, to readers that wait for what it computes

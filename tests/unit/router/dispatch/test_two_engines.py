@@ -15,7 +15,8 @@ import pytest
 from router.dispatch.dispatcher import SocketDispatcher
 from router.routing.policy import PlacementPolicy, PolicyConfig
 from tests.unit.data_plane.fakes import FAST, FAST_SERVER, SECRET, collect, info, run, tokens, until
-from tests.unit.engine.toy import VOCAB, reference, reference_search
+from tests.unit.engine.toy import VOCAB, reference
+from tests.unit.engine.toy_reference import reference_search
 from tests.unit.exchange.world import Memory
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from workers.data_plane.channel import ClientIdentity

@@ -1,0 +1,184 @@
+"""Has the steps of an engine computed: one after the other, or the next one started before the results of the
+one before it (`workers.engine.ahead`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from workers.engine.block_pool import BlockPool
+from workers.engine.execution import Outcomes, run_apart, run_plan, slices_of
+from workers.engine.plan import ScheduledStep
+from workers.engine.scheduler import Scheduler
+from workers.engine.sequence import Sequence, SequenceState
+from workers.engine.step import Executor, GroupFailed, StartedStep, StepPlan, StepResult, StepStarter
+
+_MAX_IN_FLIGHT = 2  # steps, before the results of the older are taken
+
+_log = logging.getLogger(__name__)
+
+
+class ComputedStep(NamedTuple):
+    """A step and what came of each of its slices."""
+
+    scheduled: ScheduledStep
+    outcomes: Outcomes
+    began_s: float  # its planning
+
+
+class _Failed:
+    """Implements StartedStep: one that raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that has begun."""
+
+    scheduled: ScheduledStep
+    began_s: float  # its planning
+    started: StartedStep
+    is_ahead: bool  # it has tokens that are known on the device only
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nothing will come of it."""
+        return isinstance(self.started, _Failed)
+
+    def fail(self, error: Exception) -> None:
+        """Waits for it and throws away what comes. Raises GroupFailed."""
+        try:
+            self.started.result()
+        except GroupFailed:
+            raise
+        except Exception as own:
+            error = own
+        self.started = _Failed(error)
+
+
+class Steps:
+    """Used by the engine's thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        executor: Executor,
+        starter: StepStarter | None,
+        on_planned: Callable[[ScheduledStep], None],
+    ) -> None:
+        """starter: to plan ahead; None: never. on_planned is called before a step begins."""
+        self._scheduler = scheduler
+        self._pool = pool
+        self._executor = executor
+        self._starter = starter
+        self._on_planned = on_planned
+        self._flights: deque[_Flight] = deque()
+        self._ended_s = float("-inf")  # of the step whose results came last
+        self._has_failed = False
+
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether a step has begun whose results have not been taken."""
+        return bool(self._flights)
+
+    def next(self, now_s: float) -> ComputedStep | None:
+        """The results of the oldest step in flight, or of a new one; None when there is nothing to do. What
+        can be started before them has begun. Raises GroupFailed."""
+        computed: ComputedStep | None = None
+        try:
+            while computed is None:
+                computed = self._begin(now_s)
+                if computed is None and not self._flights:
+                    return None
+                computed = computed or self._land()
+        except GroupFailed:
+            self._has_failed = True
+            raise
+        if all(isinstance(outcome, Exception) for outcome in computed.outcomes):
+            # Its sequence will go, and nobody knows whether the step came to the zeroing.
+            self._pool.zero(computed.scheduled.plan.zero_blocks)
+        return computed
+
+    def end(self, step: ComputedStep, now_s: float) -> float:
+        """Its results have been taken. The seconds that it took: since its planning, or the end of the step
+        before it if that came later."""
+        before_s, self._ended_s = self._ended_s, now_s
+        return now_s - max(step.began_s, before_s)
+
+    def drop(self) -> None:
+        """Throws away the steps in flight. Waits for them, unless the group has failed."""
+        while self._flights:
+            flight = self._flights.popleft()
+            self._scheduler.flights.land()
+            try:
+                if not self._has_failed:
+                    flight.started.result()
+            except Exception as error:
+                _log.warning("step %d is dropped: %r", flight.scheduled.plan.number, error)
+
+    def _begin(self, now_s: float) -> ComputedStep | None:
+        """Plans and starts steps; returns the one that had to be run at once."""
+        while len(self._flights) < _MAX_IN_FLIGHT and not any(flight.is_void for flight in self._flights):
+            scheduled = self._scheduler.schedule()
+            if scheduled is None:
+                break
+            self._on_planned(scheduled)
+            if self._starter is None or not self._scheduler.flights.can_depart(scheduled):
+                assert not self._flights, "a step was planned ahead that cannot be started"
+                return ComputedStep(scheduled, run_plan(self._executor, scheduled.plan), now_s)
+            started = _start(self._starter, scheduled.plan)
+            self._flights.append(_Flight(scheduled, now_s, started, is_ahead=bool(self._flights)))
+            self._scheduler.flights.depart(scheduled)
+        return None
+
+    def _land(self) -> ComputedStep | None:
+        """The oldest step; None when it was planned ahead and came to nothing."""
+        flight = self._flights[0]
+        plan = flight.scheduled.plan
+        outcomes: Outcomes
+        try:
+            outcomes = slices_of(flight.started.result(), plan)
+        except GroupFailed:
+            raise
+        except Exception as error:
+            for later in list(self._flights)[1:]:  # the ids that it takes from this one are not there
+                later.fail(error)
+            if flight.is_ahead:
+                _log.warning("step %d, planned ahead, is planned again: %r", plan.number, error)
+                self._plan_again()
+                return None
+            outcomes = run_apart(self._executor, plan, error)
+        self._flights.popleft()
+        self._scheduler.flights.land()
+        return ComputedStep(flight.scheduled, outcomes, flight.began_s)
+
+    def _plan_again(self) -> None:
+        """No step in flight has come to anything: what they were to compute is begun anew."""
+        sequences: dict[Sequence, None] = {}
+        while self._flights:
+            scheduled = self._flights.popleft().scheduled
+            self._scheduler.flights.land()
+            self._pool.zero(scheduled.plan.zero_blocks)
+            sequences |= dict.fromkeys(scheduled.sequences)
+        for sequence in sequences:
+            if sequence.state is not SequenceState.FINISHED:
+                self._scheduler.send_back(sequence)
+
+
+def _start(starter: StepStarter, plan: StepPlan) -> StartedStep:
+    try:
+        return starter.start(plan)
+    except GroupFailed:
+        raise
+    except Exception as error:
+        return _Failed(error)
