@@ -43,6 +43,8 @@ class ScheduleConfig:
     max_prefill_chunk: int | None = None  # most prompt tokens of one request in a step; None: the budget
     max_waiting: int = 2048  # requests that have not begun to run; more are refused
     expected_output_tokens: int = 128  # length that memory is planned for until some requests have ended
+    # Plan and start a step while the one before it is computed; None: on a GPU. On a CPU it gains nothing.
+    plan_ahead: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ def _engine(config: GroupConfig, group: LocalGroup, *, prefix_reuse: bool = True
         cache=CacheConfig(block_size=facts.block_size, prefix_reuse=prefix_reuse),
         schedule=config.schedule,
         executor=group.executor,
+        starter=group.starter,
         speculative=config.speculative,
     )
 

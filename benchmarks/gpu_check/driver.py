@@ -41,7 +41,11 @@ def config_of(
     return GroupConfig(
         model=ModelConfig(path=folder, dtype=settings.dtype),
         cache=CacheConfig(num_blocks=num_blocks, memory_fraction=0.75, max_bytes=1 << 26),
-        schedule=ScheduleConfig(max_step_tokens=settings.max_step_tokens, max_running=max(settings.batches)),
+        schedule=ScheduleConfig(
+            max_step_tokens=settings.max_step_tokens,
+            max_running=max(settings.batches),
+            plan_ahead=True if settings.is_dry else None,
+        ),
         parallel=ParallelConfig(
             tensor_parallel=tensor_parallel,
             device=settings.device,
@@ -141,6 +145,7 @@ class Driver:
             cache=CacheConfig(block_size=facts.block_size, prefix_reuse=False),
             schedule=self._config.schedule,
             executor=self.group.executor,
+            starter=self.group.starter,
         )
         params = params or SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         for number, prompt in enumerate(prompts):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.gpu_check.driver import Driver, Run, config_of, prompts_of
 from benchmarks.gpu_check.findings import check
 from benchmarks.gpu_check.rival import write_checkpoint
@@ -23,9 +25,13 @@ def check_repeats(settings: Settings) -> None:
             prompts = [prompts_of(9, n, vocab_size)[i] for i, n in enumerate((3, 20, 60) * 3)]
             runs = [driver.run(prompts, tokens, params) for params in (greedy, drawn)]
             again = [driver.run(prompts, tokens, params) for params in (greedy, drawn)]
+            # Without log-probabilities, which the host has to see between two steps.
+            bare = [replace(params, num_logprobs=None) for params in (greedy, drawn)]
+            ahead = [driver.run(prompts, tokens, params) for params in bare]
             alone = [driver.run([prompt], tokens, greedy).answers[0] for prompt in prompts]
         name = "with graphs" if has_graphs else "by operator"
         check(f"{name}: a second run", runs == _untimed(again, runs))
+        check(f"{name}: steps planned ahead", _token_ids(ahead) == _token_ids(runs))
         is_same = all(
             (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
             for a, b in zip(alone, runs[0].answers, strict=True)
@@ -34,6 +40,10 @@ def check_repeats(settings: Settings) -> None:
         check(f"{name}: alone and in a batch", is_same or settings.is_dry)
         found[has_graphs] = runs
     check("graphs and operators", found[True] == _untimed(found[False], found[True]))
+
+
+def _token_ids(runs: list[Run]) -> list[list[int]]:
+    return [answer.token_ids for run in runs for answer in run.answers]
 
 
 def _untimed(runs: list[Run], like: list[Run]) -> list[Run]:

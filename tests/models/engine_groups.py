@@ -17,7 +17,7 @@ from workers.config import (
 )
 from workers.engine.engine import Engine
 from workers.engine.proposals import DraftHeads, DraftModel, DraftTask, HeadTask, Proposals
-from workers.engine.step import Executor, StepPlan, StepResult
+from workers.engine.step import Executor, StepPlan, StepResult, StepStarter
 from workers.runtime.launch import LocalGroup
 from workers.runtime.rank import RankFacts
 from workers.types import (
@@ -139,6 +139,7 @@ class Client:
         prefix_reuse: bool = True,
         speculative: SpeculativeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        starter: StepStarter | None = None,
         **schedule: int | None,
     ) -> None:
         self.engine = Engine(
@@ -148,6 +149,7 @@ class Client:
             speculative=speculative,
             clock=clock,
             executor=executor if num_blocks is None else FewerBlocks(executor, num_blocks),
+            starter=starter,
         )
         self._number = 0
 

@@ -1,6 +1,6 @@
 """Operators of the decoder: a torch reference for any device, C++ for the CPU, Triton for GPUs."""
 
-from workers.kernels.batch import StepBatch, build_batch, check_range
+from workers.kernels.batch import StepBatch, build_batch, check_range, fill_ids
 from workers.kernels.choose import kernels_for, load_library
 from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
 from workers.kernels.compiler import KernelsUnavailable
@@ -26,7 +26,9 @@ from workers.kernels.step_message import (
     Ints,
     StepArrays,
     StepMessage,
+    fill_in,
     has_lengths,
+    has_placeholders,
     header_of,
     pack_step,
     passes,
@@ -67,7 +69,10 @@ __all__ = [
     "build_batch",
     "check_range",
     "divide",
+    "fill_ids",
+    "fill_in",
     "has_lengths",
+    "has_placeholders",
     "header_of",
     "kernels_for",
     "load_library",

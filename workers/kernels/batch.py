@@ -35,9 +35,16 @@ class StepBatch:
 
 
 def build_batch(
-    arrays: StepArrays, *, block_size: int, num_blocks: int, vocab_size: int, device: torch.device
+    arrays: StepArrays,
+    *,
+    block_size: int,
+    num_blocks: int,
+    vocab_size: int,
+    device: torch.device,
+    num_drawn: int = 0,
 ) -> StepBatch:
-    """The batch of a step; `cpu/layout.h` does the same for a step in one call.
+    """The batch of a step; `cpu/layout.h` does the same for a step in one call. num_drawn: of the step
+    before: so many placeholders may be among the ids (`fill_ids`).
 
     Raises ValueError when an index lies outside the pool or the vocabulary: kernels do not check indices, and
     a wrong one would write into another sequence's memory.
@@ -45,7 +52,7 @@ def build_batch(
     lens, starts, counts = arrays.lens, arrays.starts, arrays.block_counts
     num_slices = len(lens)
     check_range("block", arrays.blocks, num_blocks)
-    check_range("token id", arrays.token_ids, vocab_size)
+    check_range("token id", arrays.token_ids, vocab_size, -num_drawn)
     check_range("logit row", arrays.logit_rows, len(arrays.token_ids))
     context_lens = starts + lens
     if bool((lens < 1).any() or (starts < 0).any() or (counts * block_size < context_lens).any()):
@@ -98,7 +105,16 @@ def depths(parents: Ints, lens: Ints) -> npt.NDArray[np.int64]:
     return found
 
 
-def check_range(what: str, values: Ints, limit: int) -> None:
-    """Raises ValueError unless all values are in 0 .. limit - 1."""
-    if len(values) and not (int(values.min()) >= 0 and int(values.max()) < limit):
-        raise ValueError(f"step with a {what} outside 0 .. {limit - 1}: {values.min()} .. {values.max()}")
+def fill_ids(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
+    """Fills in the placeholders among token_ids (T,), as `step_message.fill_in` does, where they lie: waits
+    for nothing. drawn (R,): ids of the step before, on the same device."""
+    known = drawn[(-1 - token_ids).clamp_(min=0)].clamp_(min=0)
+    token_ids.copy_(torch.where(token_ids < 0, known, token_ids))
+
+
+def check_range(what: str, values: Ints, limit: int, least: int = 0) -> None:
+    """Raises ValueError unless all values are in least .. limit - 1."""
+    if len(values) and not (int(values.min()) >= least and int(values.max()) < limit):
+        raise ValueError(
+            f"step with a {what} outside {least} .. {limit - 1}: {values.min()} .. {values.max()}"
+        )

@@ -180,6 +180,11 @@ class Kernels(Protocol):
         """
         ...
 
+    def draw_ids(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """As `draw` with `only_finite`, but the ids (R,) int64 stay where the logits are, and on a GPU nobody
+        waits for them."""
+        ...
+
     def pack_linear(
         self,
         weight: torch.Tensor,

@@ -184,6 +184,9 @@ class CpuKernels:
             )
         return ids.tolist()
 
+    def draw_ids(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        return torch.tensor(self.draw(logits, draws, only_finite=True), dtype=torch.int64)
+
     def pack_linear(
         self,
         weight: torch.Tensor,

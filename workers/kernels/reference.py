@@ -142,11 +142,13 @@ class TorchKernels:
         return F.gelu(x, approximate="tanh")
 
     def draw(self, logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool = False) -> list[int]:
-        if only_finite:
-            is_finite = logits.sum(-1).isfinite()  # a NaN or an infinity makes the sum one
-            ids = draw_ids(logits.masked_fill(~is_finite[:, None], 0.0), draws)
-            return ids.masked_fill(~is_finite, NOT_FINITE).tolist()
-        return draw_ids(logits, draws).tolist()
+        ids: list[int] = (self.draw_ids(logits, draws) if only_finite else draw_ids(logits, draws)).tolist()
+        return ids
+
+    def draw_ids(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        is_finite = logits.sum(-1).isfinite()  # a NaN or an infinity makes the sum one
+        ids = draw_ids(logits.masked_fill(~is_finite[:, None], 0.0), draws)
+        return ids.masked_fill(~is_finite, NOT_FINITE)
 
     def pack_linear(
         self,

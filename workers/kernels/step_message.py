@@ -8,6 +8,9 @@ parents, M slots to move and M to move them to; all int32, little-endian on ever
 Lengths. For models that turn keys by the length of their sequence, S more may follow: the tokens that each
 sequence has, computed or not. C++ does not know such models.
 
+Placeholders. A token id of -1 - i, in a step that is planned while the one before it is computed, stands for
+the id that is drawn there from row i of the logits: whoever has it fills it in.
+
 Trees. A slice may have several guesses for one place. Its tokens lie in slots one behind the other, whatever
 their positions are: a token's position is one more than that of its parent, and it sees what lies before the
 slice, its ancestors and itself. P is 0 when no slice of a step is a tree, else T.
@@ -77,6 +80,28 @@ def has_lengths(message: StepMessage) -> bool:
     header = header_of(message)
     sizes = 3 * header.num_slices + sum(header[1:6]) + header.num_copies + header.num_parents
     return len(message) > _HEADER.size + 4 * (sizes + 2 * header.num_moves)
+
+
+def has_placeholders(message: StepMessage) -> bool:
+    """Whether ids have to be filled in."""
+    return bool((_token_ids(message) < 0).any())
+
+
+def fill_in(message: StepMessage, drawn: Sequence[int]) -> StepMessage:
+    """The message with its placeholders filled in; drawn: ids by row of logits of the step before. One that
+    is none, because the logits were no numbers, becomes 0: nobody will want what comes of it."""
+    filled = bytearray(message)
+    ids = _token_ids(filled)
+    for place in np.flatnonzero(ids < 0).tolist():
+        ids[place] = max(0, drawn[-1 - int(ids[place])])
+    return StepMessage(bytes(filled))
+
+
+def _token_ids(message: bytes | bytearray) -> Ints:
+    """Where they lie in the message, which has to be whole."""
+    header = StepHeader._make(_HEADER.unpack_from(message))
+    start = _HEADER.size + 4 * 3 * header.num_slices
+    return np.frombuffer(message, dtype=np.int32, count=header.num_tokens, offset=start)
 
 
 def pack_step(

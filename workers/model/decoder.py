@@ -24,6 +24,8 @@ from workers.kernels import (
     StepMessage,
     Turn,
     build_batch,
+    fill_ids,
+    fill_in,
     has_lengths,
     header_of,
     kernels_for,
@@ -86,26 +88,37 @@ class Decoder:
         """The token of each column of the logits; None: all tokens, in order."""
         return self._weights.head_ids
 
-    def forward(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw] = ()) -> Drawn | None:
+    def forward(
+        self,
+        message: StepMessage,
+        kv: PagedCache,
+        draws: Sequence[Draw] = (),
+        drawn: torch.Tensor | None = None,
+    ) -> Drawn | None:
         """Computes the rows of a step, writes their keys and values; on rank 0 returns logits and drawn ids.
 
         kv: the pool of this rank. draws: one a logit row, or none; as `Kernels.draw` with `only_finite`;
-        other ranks have none. Raises ValueError for a message that is damaged or has an index outside of
-        pool or vocabulary.
+        other ranks have none. drawn (R,) int64 on the model's device: ids of the step before, for its
+        placeholders; None: there are none. Raises ValueError for a message that is damaged or has an index
+        outside of pool or vocabulary.
         """
         longest, room = header_of(message).longest_context, kv.num_blocks * kv.block_size
         if not 0 <= longest <= room:  # the table of positions grows with it, whatever the checkpoint allows
             raise ValueError(f"a step with a context of {longest} tokens, in a pool for {room}")
-        drawn = self._compute(message, kv, draws)
+        found = self._compute(message, kv, draws, drawn)
         if header_of(message).num_logit_rows == 0:
             self.meet(kv.device)
-        return drawn
+        return found
 
-    def _compute(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw]) -> Drawn | None:
+    def _compute(
+        self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw], drawn: torch.Tensor | None
+    ) -> Drawn | None:
         if self._fused is not None and not has_lengths(message):
             rotaries = self._weights.rotaries  # one at most
             turn = rotaries[0].table(header_of(message).longest_context) if rotaries else None
             if turn is not None or not rotaries:
+                if drawn is not None:
+                    message = fill_in(message, drawn.tolist())
                 if self._is_alone:
                     return self._fused(message, turn, kv, draws)
                 found = self._fused(message, turn, kv)
@@ -116,7 +129,10 @@ class Decoder:
             num_blocks=kv.num_blocks,
             vocab_size=self.spec.vocab_size,
             device=kv.device,
+            num_drawn=0 if drawn is None else len(drawn),
         )
+        if drawn is not None:
+            fill_ids(batch.token_ids, drawn)
         return self.draw(*self.run_batch(batch, kv), draws)
 
     def draw(
@@ -127,6 +143,10 @@ class Decoder:
             return None
         ids = self.kernels.draw(logits, draws, only_finite=True) if draws else []
         return Drawn(logits, ids, hidden)
+
+    def share(self, x: torch.Tensor) -> None:
+        """Rank 0's x on all ranks, in place."""
+        self._parallel.share(x)
 
     @torch.inference_mode()
     def meet(self, device: torch.device) -> None:

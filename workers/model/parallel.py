@@ -72,6 +72,12 @@ class TensorParallel:
             dist.all_reduce(x)
         return x
 
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x on all ranks, in place; x must be contiguous."""
+        if self.size > 1:
+            dist.broadcast(x, src=0)
+        return x
+
     def add_up(self, *parts: Part) -> torch.Tensor:
         """The sum over all ranks, and over several parts of each: (T, out), equal on all ranks."""
         tensors = [part for part in parts if isinstance(part, torch.Tensor)]

@@ -154,6 +154,7 @@ class LeaderHost:
             cache=config.cache,
             schedule=config.schedule,
             executor=self._leader.executor,
+            starter=self._leader.starter,
             speculative=config.speculative,
             exchange=exchange.setup if exchange is not None else None,
             metered=self._metered,

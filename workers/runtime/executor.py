@@ -1,4 +1,4 @@
-"""Steps from rank 0, which may be the only one.
+"""Steps from rank 0, which may be the only one; steps can also be started without waiting for them.
 
 A step on several ranks: rank 0 flattens the plan, sends it to all followers in one message, and computes it
 like every other rank; logits come together on rank 0, which samples. A forward pass that raises on rank 0
@@ -8,11 +8,14 @@ rank 0 alone, leaves them in step: it goes to the engine, which finds the reques
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from workers.engine.proposals import DraftHeads, DraftModel
-from workers.engine.step import StepPlan, StepResult
+from workers.engine.step import StartedStep, StepPlan, StepResult
 from workers.kernels import MAX_LOGIT_ROWS, Draw, Drawn, StepMessage, passes
+from workers.runtime.drawn_ids import ArrivingIds
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.medusa import MedusaRunner
 from workers.runtime.results import ResultBuilder
@@ -23,7 +26,7 @@ _EXPLAIN_WAIT_S = 1.0  # for the watchdog to find out who died
 
 
 class GroupExecutor:
-    """Runs plans on all ranks; lives on rank 0. Implements `workers.engine.step.Executor`."""
+    """Runs plans on all ranks; lives on rank 0. Implements `workers.engine.step.Executor` and StepStarter."""
 
     def __init__(
         self,
@@ -65,12 +68,20 @@ class GroupExecutor:
         try:
             results = _compute(self._run, message, builder, self._draft_heads)
             if moves := encode_moves(plan, results, self._runner.block_size):
+                self._end_step()
                 self._send(moves)
                 self._run(moves, ())
         finally:
-            if self._link is not None:
-                self._link.end_step()
+            self._end_step()
         return results
+
+    def start(self, plan: StepPlan) -> StartedStep:
+        message = encode(plan, self._runner.block_size)
+        builder = ResultBuilder(plan, self._runner.kernels)
+        self._send(message)
+        with self._explained():
+            ids = self._runner.start(message, builder.draws)
+        return _Started(builder, partial(self._wait, ids))
 
     def close(self) -> None:
         self._on_close()
@@ -79,13 +90,42 @@ class GroupExecutor:
         if self._link is not None:
             self._link.send_step(message)
 
+    def _end_step(self) -> None:
+        if self._link is not None:
+            self._link.end_step()
+
     def _run(self, part: StepMessage, draws: Sequence[Draw]) -> Drawn | None:
-        try:
+        with self._explained():
             return self._runner.run(part, draws)
+
+    def _wait(self, ids: ArrivingIds) -> list[int]:
+        try:
+            with self._explained():
+                return ids.wait()
+        finally:
+            self._end_step()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """With other ranks a fault ends the group, and may be that of another rank."""
+        try:
+            yield
         except Exception as error:
             if self._link is None:
                 raise
             raise self._link.explain(error, _EXPLAIN_WAIT_S) from error
+
+
+class _Started:
+    """Implements `workers.engine.step.StartedStep`."""
+
+    def __init__(self, builder: ResultBuilder, wait: Callable[[], list[int]]) -> None:
+        self._builder = builder
+        self._wait = wait
+
+    def result(self) -> StepResult:
+        self._builder.take_ids(self._wait())
+        return self._builder.results()
 
 
 def _compute(

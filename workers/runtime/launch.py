@@ -18,7 +18,7 @@ from typing import Self
 
 import workers
 from workers.config import GroupConfig
-from workers.engine.step import Executor
+from workers.engine.step import Executor, StepStarter
 from workers.runtime.order import RankOrder
 from workers.runtime.rank import Leader, RankFacts, exit_process
 
@@ -50,6 +50,11 @@ class LocalGroup:
     @property
     def executor(self) -> Executor:
         return self._leader.executor
+
+    @property
+    def starter(self) -> StepStarter | None:
+        """As `Leader.starter`."""
+        return self._leader.starter
 
     def close(self) -> None:
         """Asks the followers to end; kills those that do not. May be called twice."""

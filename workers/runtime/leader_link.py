@@ -85,7 +85,7 @@ class LeaderLink:
         self._steps_sent = 0
         self._step_sent_at_s = 0.0
         self._has_step_limit = False
-        self._is_in_step = False
+        self._num_steps_open = 0  # that rank 0 has not got what it wanted of
         self._failure: str | None = None
         self._failing = Lock()
         self._failed = Event()
@@ -168,12 +168,12 @@ class LeaderLink:
         self.check()
         self._step_sent_at_s = time.monotonic()
         self._steps_sent += 1
-        self._is_in_step = True
+        self._num_steps_open += 1
         self._send_all(FrameKind.STEP, body)
 
     def end_step(self) -> None:
-        """Rank 0 has what it wanted of the last step."""
-        self._is_in_step = False
+        """Rank 0 has what it wanted of the oldest step that it has not ended."""
+        self._num_steps_open = max(0, self._num_steps_open - 1)
 
     def send_order(self, body: bytes) -> None:
         """Hands an order to all followers, which take it between two steps. Raises as `send_step`."""
@@ -319,7 +319,7 @@ class LeaderLink:
                     f"{follower.name} is alive but has not begun step {self._steps_sent} after "
                     f"{waited_s:.1f} s (limit {self._timeout_s:g} s)"
                 )
-        if self._has_step_limit and self._is_in_step and waited_s > self._timeout_s:
+        if self._has_step_limit and self._num_steps_open and waited_s > self._timeout_s:
             return (
                 f"rank 0 has been in step {self._steps_sent} for {waited_s:.1f} s (limit "
                 f"{self._timeout_s:g} s): a rank hangs in a collective"

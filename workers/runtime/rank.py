@@ -28,7 +28,14 @@ from torch._C._distributed_c10d import TCPStore
 from workers.config import GroupConfig
 from workers.engine.meter import MeteredModel
 from workers.engine.proposals import DraftTask, HeadTask
-from workers.engine.step import Executor, GroupFailed, SampleTask, SequenceSlice, StepPlan
+from workers.engine.step import (
+    Executor,
+    GroupFailed,
+    SampleTask,
+    SequenceSlice,
+    StepPlan,
+    StepStarter,
+)
 from workers.kernels import StepMessage, passes
 from workers.model.parallel import TensorParallel
 from workers.ports import connect_store, open_port, open_store
@@ -90,7 +97,7 @@ class Leader:
         self._model = RankModel(config, rank=0)
         self._config = config
         self._host = host
-        self._executor: Executor | None = None
+        self._executor: GroupExecutor | None = None
         self._runner: ModelRunner | None = None
         self._rendezvous: Rendezvous | None = None
         self._link: LeaderLink | None = None
@@ -146,6 +153,12 @@ class Leader:
         """Valid from `load` to `close`; its own `close` is this leader's."""
         assert self._executor is not None, "load() first"
         return self._executor
+
+    @property
+    def starter(self) -> StepStarter | None:
+        """To plan steps ahead; None: they are not. Valid as `executor`."""
+        assert self._executor is not None, "load() first"
+        return self._executor if self._model.plans_ahead else None
 
     def load(self) -> RankFacts:
         """Brings the rank to the point where it serves.

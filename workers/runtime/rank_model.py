@@ -92,6 +92,7 @@ class RankModel:
         self._cache_forms = [self._form(self._checkpoint.spec, each) for each in range(self._size)]
         self._buckets: Buckets | None = None  # of CUDA graphs; None: there will be none
         self._graphs: GraphedDecoder | None = None
+        self._is_recordable = False  # a step: it waits for nothing
 
     def files(self) -> Facts:
         """Which files the checkpoint consists of."""
@@ -124,8 +125,8 @@ class RankModel:
             self._checkpoint, self._dtype, self.device, parallel, quantization=self._quantization
         )
         has_triton = not isinstance(decoder.kernels, TorchKernels)  # which wait for the device
-        is_recordable = has_triton and decoder.is_recordable and parallel.is_recordable
-        if self.device.type == "cuda" and self._config.parallel.cuda_graphs and is_recordable:
+        self._is_recordable = has_triton and decoder.is_recordable and parallel.is_recordable
+        if self.device.type == "cuda" and self._config.parallel.cuda_graphs and self._is_recordable:
             self._buckets = Buckets(self._max_rows(), self._max_model_len)
         return decoder
 
@@ -160,6 +161,15 @@ class RankModel:
         taken = device.taken_bytes() - before
         _log.info("%d graphs take %d MiB", graphs.num_graphs, taken >> 20)
         return ModelRunner(graphs, pool)
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether steps are to be planned ahead (`workers.engine.ahead`); after `load`."""
+        schedule, is_gpu = self._config.schedule, self.device.type == "cuda"
+        max_rows = min(schedule.max_running, schedule.max_step_tokens)
+        if max_rows > MAX_LOGIT_ROWS or (is_gpu and not self._is_recordable):
+            return False
+        return is_gpu if schedule.plan_ahead is None else schedule.plan_ahead
 
     def close(self) -> None:
         """Frees the graphs, which has to come before the rank leaves its group. May be called twice."""

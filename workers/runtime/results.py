@@ -10,7 +10,7 @@ import torch
 
 from workers.decoding.beam_search import Candidate
 from workers.engine.step import GrammarFailed, Sampled, SampleTask, SliceResult, StepPlan, StepResult
-from workers.kernels import Draw, Drawn, Kernels
+from workers.kernels import NOT_FINITE, Draw, Drawn, Kernels
 from workers.runtime.candidates import find_candidates
 from workers.runtime.logprobs import score_tokens
 from workers.runtime.sampler import BEST, draw_of, sample
@@ -76,6 +76,16 @@ class ResultBuilder:
         self._sample(drawn, uses, sampling)
         if num_scored:
             self._score(logits, uses)
+
+    def take_ids(self, ids: Sequence[int]) -> None:
+        """Of all rows, when the ids that were drawn are all that is wanted of them."""
+        self._taken = len(ids)
+        for use, token_id in zip(self._uses, ids, strict=True):
+            assert use.target is None, "a row whose logits are wanted"
+            if token_id == NOT_FINITE:
+                self._errors[use.slice] = _NON_FINITE
+            else:
+                self._sampled[use.slice] = [Sampled(token_id=token_id)]
 
     def results(self) -> StepResult:
         assert self._taken == len(self._uses), "fewer logit rows than the plan asks for"

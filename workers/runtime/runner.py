@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from workers.kernels import (
+    MAX_LOGIT_ROWS,
     Draw,
     Drawn,
     Ints,
@@ -16,9 +17,11 @@ from workers.kernels import (
     StepArrays,
     StepMessage,
     check_range,
+    has_placeholders,
     header_of,
     unpack,
 )
+from workers.runtime.drawn_ids import ArrivingIds, DrawnIds
 
 
 class StepDecoder(Protocol):
@@ -27,7 +30,17 @@ class StepDecoder(Protocol):
     @property
     def kernels(self) -> Kernels: ...
 
-    def forward(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw] = ()) -> Drawn | None: ...
+    def forward(
+        self,
+        message: StepMessage,
+        kv: PagedCache,
+        draws: Sequence[Draw] = (),
+        drawn: torch.Tensor | None = None,
+    ) -> Drawn | None: ...
+
+    def share(self, x: torch.Tensor) -> None:
+        """Rank 0's x on all ranks, in place."""
+        ...
 
     def meet(self, device: torch.device) -> None:
         """Returns when all ranks have done to their pools what they were given to do."""
@@ -40,6 +53,7 @@ class ModelRunner:
     def __init__(self, decoder: StepDecoder, pool: PagedCache) -> None:
         self._decoder = decoder
         self._pool = pool
+        self._drawn = DrawnIds(pool.device)
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +81,19 @@ class ModelRunner:
         if header.num_tokens == 0:
             self._decoder.meet(self._pool.device)
             return None
+        if has_placeholders(message):
+            self._decoder.share(self._drawn.on_device)
+            return self._decoder.forward(message, self._pool, draws, self._drawn.on_device)
         return self._decoder.forward(message, self._pool, draws)
+
+    def start(self, message: StepMessage, draws: Sequence[Draw]) -> ArrivingIds:
+        """On rank 0: begins a step and returns while it is computed, where the decoder waits for nothing. The
+        others `run` it. draws: one a logit row, of which there is one at least; the next step may have
+        placeholders for what is drawn. A message of more logit rows than a pass makes is refused."""
+        assert 1 <= len(draws) <= MAX_LOGIT_ROWS, f"{len(draws)} rows of logits"
+        drawn = self.run(message)
+        assert drawn is not None, "rank 0 gets the logits"
+        return self._drawn.keep(self.kernels.draw_ids(drawn.logits, draws))
 
     def _prepare_blocks(self, arrays: StepArrays) -> None:
         memory = self._pool.memory

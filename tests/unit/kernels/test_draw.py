@@ -170,6 +170,8 @@ def test_rows_that_are_not_finite_get_no_id(kernels, how, vocab_size):
     logits[1, -1], logits[2, vocab_size // 2], logits[3, 0] = math.nan, math.inf, -math.inf
     found = kernels.draw(logits, draws, only_finite=True)
     assert found == [good[0], NOT_FINITE, NOT_FINITE, NOT_FINITE, good[4]]
+    ids = kernels.draw_ids(logits, draws)
+    assert (ids.dtype, ids.tolist()) == (torch.int64, found)
 
 
 def test_forbidden_ids_are_not_drawn(kernels):

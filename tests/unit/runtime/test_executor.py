@@ -13,7 +13,8 @@ from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from workers.engine.engine import Engine
 from workers.engine.request import EngineLimits
 from workers.engine.step import GroupFailed, StepPlan
-from workers.kernels import MAX_LOGIT_ROWS, Draw, Drawn, StepMessage, TorchKernels, header_of
+from workers.kernels import MAX_LOGIT_ROWS, NOT_FINITE, Draw, Drawn, StepMessage, TorchKernels, header_of
+from workers.runtime.drawn_ids import ArrivingIds
 from workers.runtime.executor import GroupExecutor
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.runner import ModelRunner
@@ -34,6 +35,9 @@ class FakeRunner:
         self.num_rows: list[int] = []
         self.fault = fault
 
+    def start(self, message: StepMessage, draws: Sequence[Draw]) -> ArrivingIds:
+        return ArrivingIds(torch.tensor(self.run(message, draws).ids), None)
+
     def run(self, message: StepMessage, draws: Sequence[Draw]) -> Drawn:
         self.num_passes += 1
         self.num_rows.append(header_of(message).num_logit_rows)
@@ -49,12 +53,13 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_ended = 0
 
     def send_step(self, body: bytes) -> None:
         self.num_steps += 1
 
     def end_step(self) -> None:
-        pass
+        self.num_ended += 1
 
     def explain(self, error: Exception, wait_s: float) -> GroupFailed:
         return GroupFailed(f"explained: {error}")
@@ -122,3 +127,37 @@ def test_a_step_with_guesses_is_one_pass() -> None:
     assert stats.drafted_tokens_total > 1000
     assert max(runner.num_rows) > MAX_LOGIT_ROWS - 5
     assert runner.num_passes == stats.num_steps
+
+
+def two_rows() -> StepPlan:
+    chunk = piece([1, 2], blocks=[7])
+    return StepPlan(
+        number=1,
+        slices=(piece([1], blocks=[0], sample=task()), chunk, piece([2], blocks=[1], sample=task())),
+    )
+
+
+def test_steps_are_open_from_their_start_until_their_results() -> None:
+    link = FakeLink()
+    group = executor(FakeRunner(), link)
+    first, second = group.start(two_rows()), group.start(two_rows())
+    assert (link.num_steps, link.num_ended) == (2, 0)
+    for number, step in enumerate((first, second), 1):
+        results = step.result().slices
+        assert [[found.token_id for found in result.sampled] for result in results] == [[5], [], [5]]
+        assert link.num_ended == number
+
+
+def test_a_fault_of_a_started_step_ends_the_group() -> None:
+    with pytest.raises(GroupFailed, match="explained: no memory"):
+        executor(FakeRunner(RuntimeError("no memory")), FakeLink()).start(two_rows())
+
+
+def test_a_started_step_without_numbers_is_an_error_of_its_slice() -> None:
+    class Nowhere(FakeRunner):
+        def start(self, message: StepMessage, draws: Sequence[Draw]) -> ArrivingIds:
+            return ArrivingIds(torch.tensor([NOT_FINITE, 3]), None)
+
+    first, chunk, last = executor(Nowhere(), FakeLink()).start(two_rows()).result().slices
+    assert (first.error_code, first.sampled) == ("numerical_error", ()) and first.error is not None
+    assert (chunk.error, last.error, [found.token_id for found in last.sampled]) == (None, None, [3])

@@ -146,8 +146,10 @@ def test_a_step_of_rank_0_that_does_not_end_is_noticed_where_collectives_have_no
                 made.link.end_step()
             time.sleep(1.5 * TIMEOUT_S)  # between steps nothing is overdue
             assert made.failures == []
-            made.link.send_step(b"hangs")
-            assert "rank 0 has been in step 3 for 1." in made.reason(within_s=3 * TIMEOUT_S)
+            for body in (b"ends", b"hangs"):  # both begun before the first has ended
+                made.link.send_step(body)
+            made.link.end_step()
+            assert "rank 0 has been in step 4 for 1." in made.reason(within_s=3 * TIMEOUT_S)
             assert "a rank hangs in a collective" in made.failures[0]
             assert interrupted.wait(2)
             made.link.close()

@@ -31,6 +31,14 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool) -> l
     return ids
 
 
+def start_draw(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """As `Kernels.draw_ids`."""
+    columns = torch.tensor(pack_draws(draws), dtype=torch.float64).view(len(draws), len(Draw._fields))
+    # A copy from pinned memory need not be waited for; torch keeps it until then.
+    on_device = columns.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else columns
+    return draw_ids(logits, on_device, only_finite=True)
+
+
 def draw_ids(logits: torch.Tensor, draws: torch.Tensor, *, only_finite: bool) -> torch.Tensor:
     """(R,) int64, without waiting: logits (R, V) float32 with dense rows, draws (R, 5) float64 as `Draw`."""
     rows, vocab_size = logits.shape

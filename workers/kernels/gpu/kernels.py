@@ -11,7 +11,7 @@ from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw
 from workers.kernels.gpu.activation import gelu_tanh, silu_mul
 from workers.kernels.gpu.attention import paged_attention
-from workers.kernels.gpu.draw import draw
+from workers.kernels.gpu.draw import draw, start_draw
 from workers.kernels.gpu.linear import GpuLinear
 from workers.kernels.gpu.linear_int4 import pack_int4
 from workers.kernels.gpu.norms import add_rms_norm, layer_norm, rms_norm
@@ -90,6 +90,9 @@ class GpuKernels:
 
     def draw(self, logits: torch.Tensor, draws: Sequence[Draw], *, only_finite: bool = False) -> list[int]:
         return draw(logits, draws, only_finite=only_finite)
+
+    def draw_ids(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        return start_draw(logits, draws)
 
     def pack_linear(
         self,

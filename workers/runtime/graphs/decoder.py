@@ -25,6 +25,7 @@ from workers.kernels import (
     StepBatch,
     StepMessage,
     build_batch,
+    fill_ids,
     header_of,
     unpack,
 )
@@ -82,27 +83,39 @@ class GraphedDecoder:
         while self._graphs:
             self._graphs.popitem()[1].reset()
 
+    def share(self, x: torch.Tensor) -> None:
+        self._decoder.share(x)
+
     def meet(self, device: torch.device) -> None:
         self._decoder.meet(device)
 
-    def forward(self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw] = ()) -> Drawn | None:
+    def forward(
+        self,
+        message: StepMessage,
+        kv: PagedCache,
+        draws: Sequence[Draw] = (),
+        drawn: torch.Tensor | None = None,
+    ) -> Drawn | None:
         """As `Decoder.forward`; kv: the pool that the graphs are of."""
         key = self._key_of(message)
         if key is None or key not in self._graphs:
-            return self._decoder.forward(message, kv, draws)
+            return self._decoder.forward(message, kv, draws, drawn)
         assert kv is self._pool, "the graphs are of another pool"
         arrays = unpack(message)
         rows = len(arrays.token_ids)
         if len(arrays.lengths) or not np.array_equal(arrays.logit_rows, np.arange(rows)):
-            return self._decoder.forward(message, kv, draws)
+            return self._decoder.forward(message, kv, draws, drawn)
         step = build_batch(
             arrays,
             block_size=self._block_size,
             num_blocks=self._num_blocks,
             vocab_size=self._decoder.spec.vocab_size,
             device=_HOST,
+            num_drawn=0 if drawn is None else len(drawn),
         )
         self._batch.fill(key, step)
+        if drawn is not None:
+            fill_ids(self._batch.batch(key).token_ids, drawn)
         self._graphs[key].replay()
         if self._logits is None or self._hidden is None:
             return None

@@ -98,6 +98,7 @@ def test_rows_that_are_not_finite_get_no_id(how: dict[str, float], vocab_size: i
     logits[1, -1], logits[2, vocab_size // 2], logits[3, 0] = math.nan, math.inf, -math.inf
     found = KERNELS.draw(logits, draws, only_finite=True)
     assert found == [good[0], NOT_FINITE, NOT_FINITE, NOT_FINITE, good[4]]
+    assert KERNELS.draw_ids(logits, draws).tolist() == found
 
 
 def test_forbidden_ids_are_not_drawn() -> None:
