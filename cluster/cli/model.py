@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ from cluster.cli.services import services_of
 from cluster.cli.terminal import Terminal, waiting
 from cluster.config.problems import ConfigError, Problem
 from cluster.models.embedded import SMOLLM2
+from cluster.plan.arithmetic import num_parameters
 from workers.model.checkpoint import Checkpoint
 from workers.model.errors import CheckpointError
 from workers.model.spec import legal_tensor_parallel
@@ -80,10 +80,13 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     spec = checkpoint.spec
     tensors = checkpoint.tensors.values()
     experts = spec.experts
+    # A tied head in few bits is stored beside its embedding, and is no further parameters.
+    head = f"{spec.weights.head}.weight"
+    is_tied = checkpoint.is_tied or (spec.tie_word_embeddings and checkpoint.stem(head) is not None)
     return {
         "folder": str(checkpoint.folder),
         "model_type": str(checkpoint.config.get("model_type")),
-        "parameters": sum(math.prod(tensor.entry.shape) for tensor in tensors),
+        "parameters": num_parameters(spec, is_tied=is_tied),
         "weight_bytes": checkpoint.weight_bytes,
         "stored_dtypes": sorted({tensor.entry.dtype for tensor in tensors}),
         "files": sorted({tensor.file.name for tensor in tensors}),

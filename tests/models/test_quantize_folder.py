@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cluster.cli.model import describe
 from tests.models import checkpoints
 from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
@@ -54,6 +55,18 @@ def test_values_are_those_of_a_start_that_quantizes(
     wanted = logits_of(paged_model(source, quantization=form), TEXT)
     found = logits_of(paged_model(out, quantization=Quantization.AUTO), TEXT)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "qwen3_moe"])
+def test_few_bits_are_as_many_parameters(
+    name: str, form: Quantization, family_folder: Folders, tmp_path: Path
+) -> None:
+    """Codes that share a byte, scales, and a tied head's own copy change nothing of what a model has."""
+    source = family_folder(name)
+    wanted = Oracle(source).model.num_parameters()
+    assert describe(Checkpoint(source))["parameters"] == wanted
+    assert describe(Checkpoint(quantized(source, form, tmp_path / "out")))["parameters"] == wanted
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
