@@ -280,14 +280,20 @@ class SocketDispatcher:
         return self._is_one_coming() or self._table.is_one_to_prove
 
     async def _place_first(self, request: GenerateRequest, journey: Journey) -> Attempt:
-        """The first placement, which may wait for a group when none is there. Raises Unavailable."""
-        try:
-            return await self._place(request, journey)
-        except Unavailable:
-            if self._can_answer() or not self._max_wait_s():
-                raise
-        await self.available()
-        return await self._place(request, journey)
+        """The first placement, which may wait for a group that is being started: when none is there, or none
+        that is has taken it, as one that hangs while another is rebuilt. Raises Unavailable."""
+        began_s = self._clock()
+        while True:
+            try:
+                return await self._place(request, journey)
+            except Unavailable:
+                is_refused, max_wait_s = self._can_answer(), self._max_wait_s()
+                if self._clock() - began_s >= max_wait_s or (is_refused and not self._is_expected()):
+                    raise
+            if is_refused:
+                await asyncio.sleep(_POLL_S)
+            else:
+                await self.available()
 
     async def _place_again(self, journey: Journey) -> Attempt:
         """Asks until a group takes it. Raises TimeoutError when its group was told to end and none comes in

@@ -86,6 +86,28 @@ def test_one_that_has_been_started_and_gives_no_token_yet_is_waited_for() -> Non
     with_cluster(test)
 
 
+def test_one_that_is_being_started_is_waited_for_when_those_there_do_not_take_it() -> None:
+    """One group hangs while another is rebuilt."""
+
+    async def test(groups: Cluster) -> None:
+        await groups.add_group("a")
+        coming = [True]
+        router = await router_of(groups, replace(FAST, start_wait_s=5.0), is_one_coming=lambda: coming[0])
+        await until(lambda: any(state.is_ready for state in router.groups()))
+        groups.refuse.add("a")
+        answer = asyncio.create_task(collect(router, request("r")))
+        await asyncio.sleep(0.2)
+        assert not answer.done()
+        await groups.add_group("b")
+        assert tokens(await answer) == ANSWER
+        groups.refuse.add("b")
+        coming[0] = False
+        code, waited_s = await refused(router)
+        assert code == "no_healthy_group" and waited_s < 1.0
+
+    with_cluster(test)
+
+
 def test_it_waits_no_longer_than_its_limit() -> None:
     async def test(groups: Cluster) -> None:
         router = await router_of(groups, replace(FAST, start_wait_s=0.3), is_one_coming=lambda: True)
