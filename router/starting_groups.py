@@ -1,7 +1,7 @@
 """Whether Serve starts groups that will answer: known from the moment an update was accepted.
 
 The directory hears of a group from its front, which on a busy machine runs half a minute after that. Asked
-only while a request finds no group.
+only while a request waits: no group is there, or none that is takes it.
 """
 
 from __future__ import annotations

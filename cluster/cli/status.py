@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from cluster.cli.services import Services, services_of
 from cluster.cli.tables import table
 from cluster.cli.terminal import CommandFailed, Terminal, waiting
 from cluster.figures.words import counted
+from cluster.launch.news import Report
 from cluster.running.group_table import (
     ApplicationStatus,
     GroupRow,
@@ -68,7 +68,7 @@ def status(
         try:
             while True:
                 with waiting(terminal, "asking the cluster"):
-                    statuses = _ask(services, api, address, headers)
+                    statuses = _ask(services, api, address, headers, terminal.note)
                 _show(terminal, api.url, statuses)
                 if not watch:
                     break
@@ -82,7 +82,7 @@ def status(
 
 
 def _ask(
-    services: Services, api: ServeApi, gcs_address: str, headers: Mapping[str, str]
+    services: Services, api: ServeApi, gcs_address: str, headers: Mapping[str, str], report: Report
 ) -> list[ApplicationStatus]:
     """All who know a part of it. Raises ServeApiError and ProbeError."""
     details = api.details()
@@ -90,13 +90,15 @@ def _ask(
     directories = services.directories(gcs_address, sorted(applications))
     loads: dict[str, ReportedLoad] = {}
     pairs: list[PairRow] = []
-    for application in applications.values():
+    for name, application in applications.items():
         deployments = application.get("deployments")
         if not deployments or "router" in deployments:  # none: after a refused deploy, the router goes on
             body = _load(details, application.get("route_prefix") or "/", headers)
-            with suppress(AttributeError, LookupError, TypeError):  # something else answers there
+            try:
                 loads |= parse_loads(body)
                 pairs += parse_pairs(body)
+            except (AttributeError, LookupError, TypeError):  # of another version, or another program's
+                report(f"{name}: its /load says nothing that this command can read: no loads are shown")
     return application_statuses(details, directories, loads, pairs, now=time.time())
 
 

@@ -8,4 +8,4 @@ class LaunchError(RuntimeError):
 
 
 class TakenAway(LaunchError):
-    """It was there, and another command has ended it."""
+    """It was there, and is no more: another command has ended it, or the cluster has crashed."""
