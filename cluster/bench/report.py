@@ -39,5 +39,5 @@ class Report:
 
 
 def report_text(content: Mapping[str, Any]) -> str:
-    """What `Report.content` gives, as JSON."""
-    return json.dumps(content, indent=1) + "\n"
+    """What `Report.content` gives, as JSON. Raises ValueError for numbers that JSON has no words for."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"

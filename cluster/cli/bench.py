@@ -14,13 +14,12 @@ from cluster.bench.chart_process import draw
 from cluster.bench.child import MeasuringFailed
 from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, Order, SweepOrder
 from cluster.bench.pool_check import pool_row
-from cluster.bench.report import report_text
 from cluster.cli import bench_tables
 from cluster.cli.folders import folder_of
 from cluster.cli.load import replay, serve
 from cluster.cli.numbers import MOST_TOKENS, whole_number
 from cluster.cli.options import ForceOption, JsonOption, finite, named_path
-from cluster.cli.outputs import check_output, write_output
+from cluster.cli.outputs import check_output, write_report
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
 from cluster.config.leaves import CHOICES
@@ -218,7 +217,7 @@ def _finish(
         show(terminal, content)
     # After what was measured for so long has been shown.
     if out is not None:
-        write_output(out, report_text(content))
+        write_report(out, content)
         terminal.say(f"report in {out}")
     if png is not None:
         try:

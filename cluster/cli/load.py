@@ -14,12 +14,12 @@ import typer
 from cluster.bench.client import ServedModel, ServerUnusable
 from cluster.bench.latency import Limits, Outcome, summary
 from cluster.bench.load import Due, MakeLoad, Server, of_trace, poisson
-from cluster.bench.report import Report, report_text
+from cluster.bench.report import Report
 from cluster.cli import bench_tables
 from cluster.cli.keys import service_at
 from cluster.cli.numbers import MOST_REQUESTS, MOST_TOKENS
 from cluster.cli.options import ForceOption, JsonOption, KeysOption, UrlOption, divisor, finite, named_path
-from cluster.cli.outputs import check_output, write_output
+from cluster.cli.outputs import check_output, write_report
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import CommandFailed, Phases, Terminal, UsageError
 from cluster.figures.traces import TraceError, mean_lengths, mean_rate, read_trace, scaled
@@ -212,7 +212,7 @@ def _run(terminal: Terminal, services: Services, test: LoadTest, out: Path | Non
     else:
         bench_tables.print_load(terminal, rows, test.limits)
     if out is not None:  # after what was measured has been shown
-        write_output(out, report_text(report))
+        write_report(out, report)
         terminal.say(f"report in {out}")
     if failed := [outcome for found in samples.values() for outcome in found if not outcome.is_answered]:
         terminal.note(f"{counted(len(failed), 'request')} failed; the first: {failed[0].error}", event="note")

@@ -6,8 +6,11 @@ A file that is there is not written over without `--force`.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from cluster.bench.report import report_text
 from cluster.cli.terminal import CommandFailed
 
 
@@ -39,3 +42,12 @@ def write_output(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CommandFailed(f"{file}: {error.strerror}") from error
+
+
+def write_report(file: Path, content: Mapping[str, Any]) -> None:
+    """What a benchmark gives. Raises CommandFailed, also for numbers that JSON has no words for."""
+    try:
+        text = report_text(content)
+    except ValueError as error:
+        raise CommandFailed(f"{file}: the report cannot be said in JSON: {error}") from error
+    write_output(file, text)

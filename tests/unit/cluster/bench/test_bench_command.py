@@ -110,6 +110,16 @@ def test_sweep(bench: Bench, tiny_model: Path, tmp_path: Path) -> None:
     assert "samples" not in json.loads(bench.run("sweep", str(tiny_model), *SHORT, "--json").stdout)
 
 
+def test_a_report_with_a_number_that_json_lacks_is_not_written(
+    bench: Bench, tiny_model: Path, tmp_path: Path
+) -> None:
+    bench.result = {**sweep_report(), "samples": {"8": [float("nan")]}}
+    out = tmp_path / "sweep.json"
+    done = bench.run("sweep", str(tiny_model), *SHORT, "-o", str(out))
+    assert done.exit_code == 1 and not out.exists()
+    assert f"error: {out}: the report cannot be said in JSON: Out of range float values" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
