@@ -167,9 +167,21 @@ def _run_ranks(folder: Path, numbers: Sequence[int], size: int) -> list[dict[str
             rank.stdin.flush()
         return [json.loads(rank.communicate(timeout=_TIMEOUT_S)[0]) for rank in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
+        _end(ranks)
+
+
+def _end(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    """All are killed before one is waited for. Raises TimeoutExpired, when each has had its time."""
+    for rank in ranks:
+        rank.kill()
+    late: subprocess.TimeoutExpired | None = None
+    for rank in ranks:
+        try:
             rank.wait(_END_S)
+        except subprocess.TimeoutExpired as error:
+            late = error
+    if late is not None:
+        raise late
 
 
 def _rank(folder: Path, rank: int, size: int) -> int:
