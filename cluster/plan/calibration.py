@@ -1,6 +1,8 @@
 """Calibrations of this machine in the user's cache, one for each model, number format and kind of machine.
 
-    ~/.cache/tandem/calibrations/MACHINE-DTYPE-MODELHASH.json     as `StepCost.save` writes it
+    ~/.cache/tandem/calibrations/MACHINE-FORM-MODELHASH.json     as `StepCost.save` writes it
+
+FORM is the dtype, and with quantized weights both: bfloat16-int8.
 
 Whoever has no calibration gets the shipped one, and is told so.
 """
@@ -47,8 +49,8 @@ def default_root() -> Path:
 
 
 def calibration_file(model_hash: str, dtype: str, quantization: str, root: Path | None = None) -> Path:
-    """Of this machine. The hash already tells quantized weights apart; the name says it for people."""
-    form = f"{dtype}-auto" if quantization == "auto" else dtype if quantization == "none" else quantization
+    """Of this machine. The hash tells quantized weights apart, but not the dtype that they compute in."""
+    form = dtype if quantization == "none" else f"{dtype}-{quantization}"
     return (root or default_root()) / f"{machine_key()}-{form}-{model_hash[:_HASH_DIGITS]}.json"
 
 

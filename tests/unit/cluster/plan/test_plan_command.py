@@ -281,6 +281,17 @@ def test_a_calibration_is_found_again_for_its_model_only(world: World, tiny_mode
     assert found.is_measured and found.cost == SMOLLM2_ON_SMALL_CPU
     assert (found.roofs.read_bytes_per_s, found.roofs.flop_per_s) == (1e9, 1e12)
     assert not find_calibration(model_hash, "float32", "none").is_measured
+    for dtype in ("bfloat16", "float32"):  # of the same quantized weights
+        known = calibration(model_hash)
+        facts = {"dtype": dtype, "quantization": "int8", "float32_flop_per_s": 4e11}
+        keep_calibration({**known, "about": known["about"] | facts})
+    flops = [
+        find_calibration(model_hash, dtype, "int8").roofs.flop_per_s for dtype in ("bfloat16", "float32")
+    ]
+    assert flops == [1e12, 4e11]
+    assert find_calibration(model_hash, "bfloat16", "int8").source.endswith(
+        f"-bfloat16-int8-{model_hash[:16]}.json"
+    )
     assert not find_calibration(None, "bfloat16", "none").is_measured
     assert (
         "measured on this machine (this one)" in world.run("plan", str(tiny_model), "--context", "128").stdout
