@@ -16,7 +16,7 @@ import httpx
 from cluster.launch.errors import LaunchError, TakenAway
 from cluster.launch.news import Report, unheard
 from cluster.running.plain import in_one_line, plain_message
-from cluster.running.serve_api import ServeApi, ServeApiError, ServeApiTimeout
+from cluster.running.serve_api import ServeApi, ServeApiError, ServeApiTimeout, ServeApiUnreachable
 
 _FAILED: Final = ("DEPLOY_FAILED", "UNHEALTHY")  # Serve's statuses
 _GONE: Final = ("DELETING", "MISSING")  # the first is Serve's
@@ -108,10 +108,10 @@ def _application_status(api: ServeApi, application: str) -> tuple[str, str]:
     """Serve's status of the application, and a line that says what it is doing."""
     try:
         details = api.details()
-    except ServeApiTimeout as error:
-        return "UNKNOWN", str(error)
-    except ServeApiError as error:
+    except ServeApiUnreachable as error:
         return _UNREACHABLE, str(error)
+    except ServeApiError as error:  # it is there: slow, or with a status as while Ray's own head recovers
+        return "UNKNOWN", str(error)
     app = details.get("applications", {}).get(application)
     if app is None:
         return "MISSING", "Serve does not list the application"

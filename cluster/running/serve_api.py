@@ -43,6 +43,10 @@ class ServeApiTimeout(ServeApiError):
     """The dashboard took too long; what was asked may have been done, or not."""
 
 
+class ServeApiUnreachable(ServeApiError):
+    """No dashboard answers at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServeApi:
     """Calls to one cluster's dashboard, `http://127.0.0.1:8265` for example."""
@@ -116,7 +120,7 @@ class ServeApi:
                 f"the Ray dashboard at {self.url} did not answer within {self.timeout_s:g} s"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServeApiError(f"no Ray dashboard answers at {self.url}: {error}") from error
+            raise ServeApiUnreachable(f"no Ray dashboard answers at {self.url}: {error}") from error
         if response.status_code in (401, 403):
             place = token_path()
             raise ServeApiError(

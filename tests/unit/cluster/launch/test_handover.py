@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.launch.errors import LaunchError
+from cluster.launch.errors import LaunchError, TakenAway
 from cluster.launch.handover import deploy, wait_ready
 from cluster.launch.ports import check_port, free_port, reserved_port
 from cluster.running.serve_api import ServeApi
@@ -102,12 +102,21 @@ def test_an_application_that_is_taken_away_is_not_waited_for(applications: dict[
 
 
 def test_a_cluster_that_has_gone_is_not_waited_for() -> None:
+    api = ServeApi(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(TakenAway, match=r"the cluster has been gone for 30 s: no Ray dashboard answers at "):
+        wait_ready(api, application="tandem", url=api.url, timeout_s=900.0, clock=Clock(20.0))
+
+
+def test_a_dashboard_that_answers_with_an_error_has_not_gone() -> None:
     with FakeServer().running() as server:
         server.answers_dashboard = False
-        with pytest.raises(LaunchError, match=r"the cluster has been gone for 30 s: .* answered 404"):
+        with pytest.raises(LaunchError) as caught:
             wait_ready(
-                ServeApi(server.url), application="tandem", url=server.url, timeout_s=900.0, clock=Clock(20.0)
+                ServeApi(server.url), application="tandem", url=server.url, timeout_s=90.0, clock=Clock(50.0)
             )
+    assert not isinstance(caught.value, TakenAway)
+    said = f"not ready in time (--timeout-s); Serve says: UNKNOWN {server.url} answered 404"
+    assert str(caught.value).startswith(said)
 
 
 def test_why_a_group_does_not_come_is_said_while_it_is_waited_for() -> None:
