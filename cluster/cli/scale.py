@@ -16,7 +16,7 @@ from cluster.cli.numbers import whole_number
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, ReadyOption, SetOption
 from cluster.cli.rollout import Rollout, find_cluster
 from cluster.cli.services import Services, services_of
-from cluster.cli.terminal import CommandFailed, Terminal, waiting
+from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Terminal, waiting
 from cluster.config.problems import ConfigError, Problem
 from cluster.config.yaml_tree import MAX_BYTES, read_yaml
 from cluster.deployment.load import CommandLine, Deployment, deployment_of
@@ -72,7 +72,7 @@ def scale(
             if as_json:
                 terminal.emit(event="change" if diff else "unchanged", **change)
             return
-        if not yes and not _confirmed(as_json):
+        if not yes and not _confirmed(terminal):
             raise CommandFailed("nothing was changed")
         if _text_of(file) != before:
             raise CommandFailed(f"{given.file} has been changed by someone else meanwhile; run this again")
@@ -164,7 +164,12 @@ def _show(terminal: Terminal, diff: Sequence[str], given: DeployedFile) -> None:
         terminal.say(f"with --set {' --set '.join(given.assignments)}")
 
 
-def _confirmed(as_json: bool) -> bool:
-    if as_json or not sys.stdin.isatty():
+def _confirmed(terminal: Terminal) -> bool:
+    """Raises CommandFailed where nobody is there to ask, and what ends the command after Ctrl-C."""
+    if terminal.as_json or not sys.stdin.isatty():
         raise CommandFailed("nobody is there to ask; pass --yes to make the change")
-    return typer.confirm("Deploy this?", default=True)
+    try:
+        return typer.confirm("Deploy this?", default=True, err=True)
+    except typer.Abort:
+        typer.echo(err=True)  # the question's line ends
+        raise terminal.fail("interrupted; nothing was changed", code=EXIT_INTERRUPTED) from None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cluster.cli.scale import scale
 from cluster.config.problems import ConfigError
 from cluster.deployment.replicas import with_replicas
 from tests.unit.cluster.conftest import World
@@ -181,3 +184,14 @@ def test_a_deployment_that_serve_does_not_take_leaves_the_file_as_it_was(world: 
     done = world.run("scale", "prefill=2", str(file), "--yes", "--dashboard", world.server.url)
     assert (done.exit_code, file.read_text()) == (2, before)
     assert "http_options.port: needs a new deployment" in done.stderr
+
+
+def test_ctrl_c_at_the_question_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(world)
+    before = file.read_text()
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setitem(vars(sys.modules[scale.__module__]), "sys", terminal)
+    done = world.run("scale", "prefill=2", str(file), "--dashboard", world.server.url, input="")
+    assert (done.exit_code, file.read_text(), world.launcher.configs) == (130, before, [])
+    assert "Deploy this? [Y/n]:" in done.stderr and "Deploy this?" not in done.stdout
+    assert done.stderr.endswith("\nerror: interrupted; nothing was changed\n")
