@@ -17,7 +17,7 @@ from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Phases, Termin
 from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.deployment.load import Deployment, check_model
-from cluster.deployment.pool_switch import tree_in_between
+from cluster.deployment.pool_switch import CannotStandTogether, deployment_in_between
 from cluster.launch.errors import LaunchError, TakenAway
 from cluster.launch.news import Report
 from cluster.running.deployed import DeployedFile
@@ -82,7 +82,7 @@ class Rollout:
         between = _in_between(deployment, details, phases.start) if self.wait else None
         if between is not None:
             try:
-                self._hand_over(between, api, services, phases, headers)
+                self._hand_over(between.tree, api, services, phases, headers)
             except TakenAway:
                 raise
             except LaunchError as error:
@@ -116,16 +116,16 @@ class Rollout:
             )
 
 
-def _in_between(deployment: Deployment, details: Mapping[str, Any], report: Report) -> dict[str, Any] | None:
-    """See `tree_in_between`; None, too, when there is none."""
+def _in_between(deployment: Deployment, details: Mapping[str, Any], report: Report) -> Deployment | None:
+    """See `deployment_in_between`; None, too, when there can be none."""
     try:
-        tree = tree_in_between(deployment, details)
-    except ConfigError as error:
-        report(f"old and new pools cannot stand together ({error.problems[0].render()}): requests will wait")
+        between = deployment_in_between(deployment, details)
+    except CannotStandTogether as error:
+        report(f"old and new pools cannot stand together ({error}): requests will wait")
         return None
-    if tree is not None:
+    if between is not None:
         report("the old pool answers until the new ones do, which are started with it first")
-    return tree
+    return between
 
 
 def find_cluster(services: Services, dashboard: str | None) -> ServeApi:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from cluster.launch.errors import TakenAway
 from tests.unit.cluster.conftest import World
 
 BOTH = {"prefill": {}, "decode": {"tensor_parallel": 2}}
-ENTRIES = [{"name": "prefill", "num_replicas": 1}, {"name": "decode", "num_replicas": 3}]
 SURGE = {"max_surge_percent": 50}
+ENTRIES = [{"name": "prefill", "num_replicas": 1}, {"name": "decode", "num_replicas": 3}]
+UNIFIED = {"name": "unified", "num_replicas": 1, **SURGE}
 
 
 def runs(world: World, pools: dict[str, Any], *entries: dict[str, Any], **groups: int) -> None:
@@ -32,19 +34,19 @@ def runs(world: World, pools: dict[str, Any], *entries: dict[str, Any], **groups
     }
 
 
-def application(pools: dict[str, Any]) -> dict[str, Any]:
+def application(pools: dict[str, Any], entries: Sequence[dict[str, Any]] = ENTRIES) -> dict[str, Any]:
     """What is deployed."""
     return {
         "name": "tandem",
         "import_path": "cluster.app:build",
         "args": {"model": {"path": "embedded"}, "pools": pools},
-        "deployments": [entry for entry in ENTRIES if entry["name"] in pools],
+        "deployments": [entry for entry in entries if entry["name"] in pools],
     }
 
 
 def deployed(world: World, pools: dict[str, Any], *options: str) -> list[dict[str, Any]]:
     """The application as it is sent to Serve, once or twice."""
-    file = world.file(applications=[application(pools)])
+    file = world.file(applications=[application(pools, [*ENTRIES, UNIFIED])])
     done = world.run("deploy", file, "--dashboard", world.server.url, *options)
     assert done.exit_code == 0, done.stderr
     return [config["applications"][0] for config in world.launcher.configs]
@@ -98,24 +100,46 @@ def test_of_pools_that_go_the_one_that_answers_stays(world: World) -> None:
     runs(world, BOTH, *({**entry, **SURGE} for entry in ENTRIES), prefill=1, decode=3)
     between, last = deployed(world, {"unified": {}})
     assert between["args"]["pools"] == {"unified": {}, "decode": BOTH["decode"]}
-    assert between["deployments"] == [{"name": "decode", "num_replicas": 3, **SURGE}]
-    assert last["deployments"] == []
+    assert between["deployments"] == [UNIFIED, {"name": "decode", "num_replicas": 3, **SURGE}]
+    assert last["deployments"] == [UNIFIED]
 
 
 @pytest.mark.parametrize(
-    ("pools", "entry", "groups", "options"),
+    ("pools", "entry", "groups", "decode", "option", "why"),
     [
-        ({"unified": {}}, {}, 1, ()),  # no room for more groups than there are
-        ({"unified": {}}, SURGE, 0, ()),  # scaled to zero
-        ({"decode": {}}, SURGE, 1, ()),  # Serve itself replaces those
-        ({"unified": {"cache": {"block_size": 32}}}, SURGE, 1, ()),  # of other blocks
-        ({"unified": {}}, SURGE, 1, ("--no-wait",)),
+        ({"unified": {}}, {}, 1, 3, "--wait", "unified, which runs, has no max_surge_percent"),
+        ({"unified": {}}, SURGE, 1, 1, "--wait", "decode has neither max_surge_percent nor a second group"),
+        ({"unified": {"cache": {"block_size": 32}}}, SURGE, 1, 3, "--wait", "block_size"),
+        ({"unified": {}}, SURGE, 0, 3, "--wait", None),  # scaled to zero: nobody answers now
+        ({"decode": {}}, SURGE, 1, 3, "--wait", None),  # Serve itself replaces those
+        ({"unified": {}}, SURGE, 1, 3, "--no-wait", None),
     ],
 )
 def test_where_nothing_can_be_in_between_the_new_pools_come_at_once(
-    world: World, pools: dict[str, Any], entry: dict[str, Any], groups: int, options: tuple[str, ...]
+    world: World,
+    pools: dict[str, Any],
+    entry: dict[str, Any],
+    groups: int,
+    decode: int,
+    option: str,
+    why: str | None,
 ) -> None:
     (name,) = pools
     runs(world, pools, {"name": name, **entry}, **{name: groups})
-    (only,) = deployed(world, BOTH, *options)
-    assert (only["args"]["pools"], only["deployments"]) == (BOTH, ENTRIES)
+    entries = [ENTRIES[0], {"name": "decode", "num_replicas": decode}]
+    file = world.file(applications=[application(BOTH, entries)])
+    done = world.run("deploy", file, "--dashboard", world.server.url, option)
+    assert done.exit_code == 0, done.stderr
+    (only,) = [config["applications"][0] for config in world.launcher.configs]
+    assert (only["args"]["pools"], only["deployments"]) == (BOTH, entries)
+    said = [line for line in done.stderr.splitlines() if line.endswith("): requests will wait")]
+    assert len(said) == (why is not None)
+    assert why is None or ("old and new pools cannot stand together (" in said[0] and why in said[0])
+
+
+def test_a_single_new_group_that_is_replaced_by_surge_has_one_in_between(world: World) -> None:
+    runs(world, {"unified": {}}, {"name": "unified", **SURGE}, unified=1)
+    entries = [ENTRIES[0], {"name": "decode", "num_replicas": 1, **SURGE}]
+    file = world.file(applications=[application(BOTH, entries)])
+    done = world.run("deploy", file, "--dashboard", world.server.url)
+    assert (done.exit_code, len(world.launcher.configs)) == (0, 2)
