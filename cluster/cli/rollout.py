@@ -18,7 +18,7 @@ from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL
 from cluster.deployment.load import Deployment, check_model
 from cluster.deployment.pool_switch import CannotStandTogether, deployment_in_between
-from cluster.launch.errors import LaunchError, TakenAway
+from cluster.launch.errors import LaunchError, NotReadyInTime, TakenAway
 from cluster.launch.news import Report
 from cluster.running.deployed import DeployedFile
 from cluster.running.serve_api import ServeApi, ServeApiError
@@ -86,10 +86,9 @@ class Rollout:
             except TakenAway:
                 raise
             except LaunchError as error:
-                hint = (
-                    "the old pool goes on answering; where there is no room for both, --no-wait ends it first"
-                )
-                raise LaunchError(f"{error}; {hint}") from error
+                late = "; where there is no room for both, --no-wait ends it first"
+                hint = late if isinstance(error, NotReadyInTime) else ""
+                raise LaunchError(f"{error}; the old pool goes on answering{hint}") from error
         self._hand_over(deployment.tree, api, services, phases, headers)
 
     def _hand_over(

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.config.parse import check_config
-from cluster.deployment.load import Deployment
+from cluster.config.problems import ConfigError
+from cluster.deployment.load import Deployment, check_model
 
 _ANSWERING = ("unified", "decode")  # pools; a prefill group only computes prompts for others
 
@@ -31,7 +32,8 @@ def deployment_in_between(deployment: Deployment, details: Mapping[str, Any]) ->
 
     None when none is needed: no pool answers now, or one that the deployment has too. Raises
     CannotStandTogether when groups that answer would be ended before others are there in their place, of the
-    old pool in the first step or of a new one in the second; and when the pools do not fit together.
+    old pool in the first step or of a new one in the second; and when the pools do not fit together, or
+    not with the model.
     """
     running = details.get("applications", {}).get(deployment.application, {})
     answering = [name for name in _ANSWERING if _has_started(running.get("deployments", {}).get(name, {}))]
@@ -58,7 +60,12 @@ def deployment_in_between(deployment: Deployment, details: Mapping[str, Any]) ->
     applications = list(deployment.tree["applications"])
     applications[deployment.index] = {**app, "args": args, "deployments": entries}
     tree = {**deployment.tree, "applications": applications}
-    return replace(deployment, tree=tree, config=config)
+    between = replace(deployment, tree=tree, config=config)
+    try:
+        check_model(between)
+    except ConfigError as error:
+        raise CannotStandTogether(error.problems[0].render()) from error
+    return between
 
 
 def _entry_of(app: Mapping[str, Any], pool: str) -> Mapping[str, Any]:

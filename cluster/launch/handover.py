@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 
-from cluster.launch.errors import LaunchError, TakenAway
+from cluster.launch.errors import LaunchError, NotReadyInTime, TakenAway
 from cluster.launch.news import Report, unheard
 from cluster.running.plain import in_one_line, plain_message
 from cluster.running.serve_api import ServeApi, ServeApiError, ServeApiTimeout, ServeApiUnreachable
@@ -62,8 +62,9 @@ def wait_ready(
     """Return when `url` + `/ready` answers 200: a real token has come from every group.
 
     `headers`: with an API key, where the service wants one. `is_alive`: whether the cluster still is, where
-    that is known. Raises LaunchError with Serve's message as soon as the deployment has failed; when the key
-    is refused; and when the application, or the whole cluster, has been gone for some seconds.
+    that is known. Raises LaunchError with Serve's message as soon as the deployment has failed, and when the
+    key is refused; NotReadyInTime; and TakenAway when the application, or the whole cluster, has been gone
+    for some seconds.
     """
     listed = reached = clock()  # when the application was, and the dashboard
     deadline = listed + timeout_s
@@ -100,7 +101,7 @@ def wait_ready(
                             "router.http.api_keys_file on this machine (or wants one and the file names none)"
                         )
             if now > deadline:
-                raise LaunchError(f"not ready in time (--timeout-s); Serve says: {status} {message}")
+                raise NotReadyInTime(f"not ready in time (--timeout-s); Serve says: {status} {message}")
             time.sleep(0.25)
 
 

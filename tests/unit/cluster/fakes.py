@@ -195,7 +195,7 @@ class FakeLauncher:
         self.headers: list[Mapping[str, str]] = []  # of wait_ready
         self.configs: list[dict[str, Any]] = []
         self.taken_port: int | None = None
-        self.failure: str | None = None  # what wait_ready raises
+        self.failure: LaunchError | str | None = None  # what wait_ready raises
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stop: Callable[[], None] = lambda: None
         self.head: subprocess.Popen[bytes] | None = None
@@ -241,7 +241,7 @@ class FakeLauncher:
         self.calls.append(f"wait_ready {application} {url}")
         self.headers.append(headers)
         if self.failure is not None:
-            raise LaunchError(self.failure)
+            raise LaunchError(self.failure) if isinstance(self.failure, str) else self.failure
         report(f"serving at {url}")
         self.on_ready()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.launch.errors import TakenAway
+from cluster.launch.errors import LaunchError, NotReadyInTime, TakenAway
 from tests.unit.cluster.conftest import World
 
 BOTH = {"prefill": {}, "decode": {"tensor_parallel": 2}}
@@ -74,13 +75,22 @@ def test_deployed_again_after_an_interruption_it_goes_on(world: World) -> None:
     assert last["deployments"] == ENTRIES
 
 
-def test_new_pools_that_do_not_come_up_leave_the_old_one(world: World) -> None:
+@pytest.mark.parametrize(
+    ("failure", "hint"),
+    [
+        (NotReadyInTime("not ready in time"), "; where there is no room for both, --no-wait ends it first"),
+        (LaunchError("deployment failed: x"), ""),
+    ],
+)
+def test_new_pools_that_do_not_come_up_leave_the_old_one(
+    world: World, failure: LaunchError, hint: str
+) -> None:
     runs(world, {"unified": {}}, {"name": "unified", **SURGE}, unified=1)
-    world.launcher.failure = "not ready in time"
+    world.launcher.failure = failure
     file = world.file(applications=[application(BOTH)])
     done = world.run("deploy", file, "--dashboard", world.server.url)
     assert done.exit_code == 1
-    assert "not ready in time; the old pool goes on answering" in done.stderr
+    assert done.stderr.endswith(f"\nerror: {failure}; the old pool goes on answering{hint}\n")
     (config,) = world.launcher.configs
     assert set(config["applications"][0]["args"]["pools"]) == {"unified", "prefill", "decode"}
 
@@ -135,6 +145,18 @@ def test_where_nothing_can_be_in_between_the_new_pools_come_at_once(
     said = [line for line in done.stderr.splitlines() if line.endswith("): requests will wait")]
     assert len(said) == (why is not None)
     assert why is None or ("old and new pools cannot stand together (" in said[0] and why in said[0])
+
+
+def test_an_old_pool_that_does_not_fit_the_new_model_is_not_started_with_it(
+    world: World, tiny_model: Path
+) -> None:
+    runs(world, {"unified": {"tensor_parallel": 3}}, {"name": "unified", **SURGE}, unified=1)
+    app = application(BOTH)
+    app["args"]["model"]["path"] = str(tiny_model)
+    done = world.run("deploy", world.file(applications=[app]), "--dashboard", world.server.url)
+    assert (done.exit_code, len(world.launcher.configs)) == (0, 1), done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.endswith("): requests will wait")]
+    assert "old and new pools cannot stand together (" in said and "pools.unified.tensor_parallel" in said
 
 
 def test_a_single_new_group_that_is_replaced_by_surge_has_one_in_between(world: World) -> None:
