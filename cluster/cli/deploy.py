@@ -17,8 +17,8 @@ from cluster.cli.options import (
     JsonOption,
     OpenOption,
     PortOption,
-    ReadyOption,
     SetOption,
+    StepReadyOption,
     finite,
 )
 from cluster.cli.rollout import Rollout
@@ -41,7 +41,7 @@ def deploy(
     assignments: SetOption = None,
     dashboard: DashboardOption = None,
     wait: Annotated[bool, typer.Option(help="Wait until every group has answered.")] = True,
-    timeout_s: ReadyOption = 900.0,
+    timeout_s: StepReadyOption = 900.0,
     allow_open: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:

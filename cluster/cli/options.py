@@ -74,6 +74,14 @@ def plain_url(value: str | None) -> str | None:
 
 
 ReadyOption = Annotated[float, typer.Option("--timeout-s", callback=finite, help="Longest time until ready.")]
+StepReadyOption = Annotated[
+    float,
+    typer.Option(
+        "--timeout-s",
+        callback=finite,
+        help="Longest time until ready; of each of the two steps where other pools take over.",
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

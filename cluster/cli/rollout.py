@@ -41,7 +41,7 @@ class Rollout:
     given: DeployedFile  # what it was made of, to be remembered
     dashboard: str | None  # --dashboard
     wait: bool  # until every group has answered
-    timeout_s: float
+    timeout_s: float  # of each step, of two where other pools take over
     is_accepted: bool = False  # Serve has taken it, or what comes in between
     is_between: bool = False  # the old pool is still there beside it
 
@@ -80,16 +80,21 @@ class Rollout:
         details = api.details()
         check_unchanged(details, deployment)
         between = _in_between(deployment, details, phases.start) if self.wait else None
+        began_s = 0.0
         if between is not None:
             try:
-                self._hand_over(between.tree, api, services, phases, headers)
+                self._hand_over(between.tree, api, services, phases, headers, began_s)
+                began_s = phases.elapsed_s
             except TakenAway:
                 raise
             except LaunchError as error:
-                late = "; where there is no room for both, --no-wait ends it first"
+                late = (
+                    "; where there is no room for it, its extra groups of max_surge_percent and the new ones "
+                    "at once, --no-wait ends it first"
+                )
                 hint = late if isinstance(error, NotReadyInTime) else ""
                 raise LaunchError(f"{error}; the old pool goes on answering{hint}") from error
-        self._hand_over(deployment.tree, api, services, phases, headers)
+        self._hand_over(deployment.tree, api, services, phases, headers, began_s)
 
     def _hand_over(
         self,
@@ -98,9 +103,11 @@ class Rollout:
         services: Services,
         phases: Phases,
         headers: Mapping[str, str],
+        began_s: float,
     ) -> None:
+        """One step, whose time runs from `began_s` of the phases."""
         deployment, given = self.deployment, self.given
-        left_s = self.timeout_s - phases.elapsed_s
+        left_s = began_s + self.timeout_s - phases.elapsed_s
         services.handover.deploy(api, tree, report=phases.start, timeout_s=left_s)
         self.is_accepted, self.is_between = True, tree is not deployment.tree
         services.deployed.write(api.url, given.file, given.assignments, given.port)
@@ -111,7 +118,7 @@ class Rollout:
                 url=deployment.url,
                 headers=headers,
                 report=phases.start,
-                timeout_s=self.timeout_s - phases.elapsed_s,
+                timeout_s=began_s + self.timeout_s - phases.elapsed_s,
             )
 
 

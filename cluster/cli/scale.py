@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.numbers import whole_number
-from cluster.cli.options import DashboardOption, JsonOption, OpenOption, ReadyOption, SetOption
+from cluster.cli.options import DashboardOption, JsonOption, OpenOption, SetOption, StepReadyOption
 from cluster.cli.rollout import Rollout, find_cluster
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Terminal, waiting
@@ -43,7 +43,7 @@ def scale(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the change and make none.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait until every group has answered.")] = True,
-    timeout_s: ReadyOption = 900.0,
+    timeout_s: StepReadyOption = 900.0,
     allow_open: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:

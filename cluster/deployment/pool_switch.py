@@ -6,7 +6,8 @@
 
 Serve ends the groups of a pool that a config does not name any more as it starts those of a new one; nobody
 would answer until these have loaded. It starts all groups anew for every change of `args`, so those of the
-new pools are started twice in this way.
+new pools are started twice in this way, and the old ones once more in the first step. That step wants room
+for the old groups, the extra ones of `max_surge_percent` that replace them, and the new ones, all at once.
 """
 
 from __future__ import annotations

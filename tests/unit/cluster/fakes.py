@@ -194,6 +194,7 @@ class FakeLauncher:
         self.calls: list[str] = []
         self.headers: list[Mapping[str, str]] = []  # of wait_ready
         self.configs: list[dict[str, Any]] = []
+        self.timeouts_s: list[float] = []  # of deploy
         self.taken_port: int | None = None
         self.failure: LaunchError | str | None = None  # what wait_ready raises
         self.on_ready: Callable[[], None] = lambda: None
@@ -225,6 +226,7 @@ class FakeLauncher:
     def deploy(self, api: ServeApi, config: Mapping[str, Any], *, report: Report, timeout_s: float) -> None:
         self.calls.append("deploy")
         self.configs.append(dict(config))
+        self.timeouts_s.append(timeout_s)
         report("handing the deployment to Serve")
 
     def wait_ready(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_deployed_again_after_an_interruption_it_goes_on(world: World) -> None:
 @pytest.mark.parametrize(
     ("failure", "hint"),
     [
-        (NotReadyInTime("not ready in time"), "; where there is no room for both, --no-wait ends it first"),
+        (NotReadyInTime("not ready in time"), "; where there is no room for it, its"),
         (LaunchError("deployment failed: x"), ""),
     ],
 )
@@ -90,9 +91,18 @@ def test_new_pools_that_do_not_come_up_leave_the_old_one(
     file = world.file(applications=[application(BOTH)])
     done = world.run("deploy", file, "--dashboard", world.server.url)
     assert done.exit_code == 1
-    assert done.stderr.endswith(f"\nerror: {failure}; the old pool goes on answering{hint}\n")
+    assert f"\nerror: {failure}; the old pool goes on answering{hint}" in done.stderr
+    assert ("--no-wait ends it first" in done.stderr) == bool(hint)
     (config,) = world.launcher.configs
     assert set(config["applications"][0]["args"]["pools"]) == {"unified", "prefill", "decode"}
+
+
+def test_each_step_has_the_whole_time(world: World) -> None:
+    runs(world, {"unified": {}}, {"name": "unified", **SURGE}, unified=1)
+    world.launcher.on_ready = lambda: time.sleep(0.5)
+    deployed(world, BOTH, "--timeout-s", "60")
+    assert [round(timeout_s) for timeout_s in world.launcher.timeouts_s] == [60, 60]
+    assert world.launcher.timeouts_s[1] > 59.6
 
 
 def test_pools_that_are_taken_away_meanwhile_are_not_said_to_stay(world: World) -> None:
