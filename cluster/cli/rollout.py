@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ class Outcome:
     elapsed_s: float
 
 
+class State(Enum):
+    """How far a deployment has come, as it is said when the command ends early."""
+
+    UNSENT = "nothing was changed"
+    SENT = "Serve may have taken it; see `tandem status`"  # it was asked, and has not answered
+    BETWEEN = "the old pool stays beside the new ones until this is deployed again"
+    ACCEPTED = "Serve goes on with it; see `tandem status`"
+
+
 @dataclass(slots=True, kw_only=True)
 class Rollout:
     """What is sent, where to, and how far it has come."""
@@ -42,8 +52,7 @@ class Rollout:
     dashboard: str | None  # --dashboard
     wait: bool  # until every group has answered
     timeout_s: float  # of each step, of two where other pools take over
-    is_accepted: bool = False  # Serve has taken it, or what comes in between
-    is_between: bool = False  # the old pool is still there beside it
+    state: State = State.UNSENT
 
     def run(self, terminal: Terminal, services: Services) -> Outcome:
         """Make the cluster look like the deployment, and say so to people. Raises what the commands turn into
@@ -56,14 +65,7 @@ class Rollout:
                     self._send(api, services, phases)
                 ready_s = phases.elapsed_s
         except KeyboardInterrupt:
-            state = (
-                "nothing was changed"
-                if not self.is_accepted
-                else "the old pool stays beside the new ones until this is deployed again"
-                if self.is_between
-                else "Serve goes on with it; see `tandem status`"
-            )
-            raise terminal.fail(f"interrupted; {state}", code=EXIT_INTERRUPTED) from None
+            raise terminal.fail(f"interrupted; {self.state.value}", code=EXIT_INTERRUPTED) from None
         url = self.deployment.url
         if self.wait:
             terminal.say(f"ready in {ready_s:.1f} s at {url}", style="bold green")
@@ -108,8 +110,15 @@ class Rollout:
         """One step, whose time runs from `began_s` of the phases."""
         deployment, given = self.deployment, self.given
         left_s = began_s + self.timeout_s - phases.elapsed_s
-        services.handover.deploy(api, tree, report=phases.start, timeout_s=left_s)
-        self.is_accepted, self.is_between = True, tree is not deployment.tree
+        before, self.state = self.state, State.SENT
+        try:
+            services.handover.deploy(api, tree, report=phases.start, timeout_s=left_s)
+        except LaunchError as error:
+            self.state = before
+            if before is State.BETWEEN:
+                raise LaunchError(f"{error}; {before.value}") from error
+            raise
+        self.state = State.ACCEPTED if tree is deployment.tree else State.BETWEEN
         services.deployed.write(api.url, given.file, given.assignments, given.port)
         if self.wait:
             services.handover.wait_ready(

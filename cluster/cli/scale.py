@@ -14,7 +14,7 @@ import typer
 
 from cluster.cli.numbers import whole_number
 from cluster.cli.options import DashboardOption, JsonOption, OpenOption, SetOption, StepReadyOption
-from cluster.cli.rollout import Rollout, find_cluster
+from cluster.cli.rollout import Rollout, State, find_cluster
 from cluster.cli.services import Services, services_of
 from cluster.cli.terminal import EXIT_INTERRUPTED, CommandFailed, Terminal, waiting
 from cluster.config.problems import ConfigError, Problem
@@ -81,7 +81,7 @@ def scale(
         try:
             done = rollout.run(terminal, services)
         finally:
-            if not rollout.is_accepted:
+            if rollout.state is State.UNSENT:
                 replace_file(file, before, mode=mode)
         if as_json:
             terminal.emit(**asdict(done), **change)

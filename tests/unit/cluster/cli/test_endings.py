@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cluster.cli.rollout import Rollout
 from cluster.cli.signals import interrupts
 from cluster.launch.local_cluster import LocalCluster
 from cluster.launch.news import Report
@@ -111,7 +113,7 @@ class InterruptedLauncher(FakeLauncher):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_deploy_says_what_holds_now(world: World) -> None:
+def test_an_interrupted_deploy_says_what_holds_now(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -122,8 +124,22 @@ def test_an_interrupted_deploy_says_what_holds_now(world: World) -> None:
     assert done.stderr.endswith("\nerror: interrupted; Serve goes on with it; see `tandem status`\n")
     world.launcher = InterruptedLauncher(ServeApi(world.server.url), world.folder)
     done = world.run(*arguments)
-    assert done.exit_code == 130 and done.stderr.endswith("\nerror: interrupted; nothing was changed\n")
+    assert done.exit_code == 130
+    assert done.stderr.endswith("\nerror: interrupted; Serve may have taken it; see `tandem status`\n")
     assert world.server.puts == []  # nothing was taken back
+    checks = vars(sys.modules[Rollout.__module__])
+    monkeypatch.setitem(checks, "check_model", lambda deployment: interrupt())
+    done = world.run(*arguments)
+    assert done.exit_code == 130 and done.stderr.endswith("\nerror: interrupted; nothing was changed\n")
+
+
+def test_a_scale_interrupted_while_serve_is_asked_keeps_the_file_that_it_may_have(world: World) -> None:
+    file = Path(world.file())
+    world.launcher = InterruptedLauncher(ServeApi(world.server.url), world.folder)
+    done = world.run("scale", "unified=3", str(file), "--yes", "--dashboard", world.server.url)
+    assert done.exit_code == 130
+    (entry,) = json.loads(file.read_text())["applications"][0]["deployments"]
+    assert entry == {"name": "unified", "num_replicas": 3}
 
 
 def test_the_lock_of_a_deploy_goes_with_it(world: World) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.launch.errors import LaunchError, NotReadyInTime, TakenAway
+from cluster.launch.news import Report
+from cluster.running.serve_api import ServeApi
 from tests.unit.cluster.conftest import World
+from tests.unit.cluster.fakes import FakeLauncher
 
 BOTH = {"prefill": {}, "decode": {"tensor_parallel": 2}}
 SURGE = {"max_surge_percent": 50}
@@ -103,6 +106,41 @@ def test_each_step_has_the_whole_time(world: World) -> None:
     deployed(world, BOTH, "--timeout-s", "60")
     assert [round(timeout_s) for timeout_s in world.launcher.timeouts_s] == [60, 60]
     assert world.launcher.timeouts_s[1] > 59.6
+
+
+class SecondStepLauncher(FakeLauncher):
+    """Serve is asked for the second step, and `failure` comes."""
+
+    def __init__(self, api: ServeApi, folder: Path, failure: BaseException) -> None:
+        super().__init__(api, folder)
+        self._second = failure
+
+    def deploy(self, api: ServeApi, config: Mapping[str, Any], *, report: Report, timeout_s: float) -> None:
+        super().deploy(api, config, report=report, timeout_s=timeout_s)
+        if len(self.configs) == 2:
+            raise self._second
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        (
+            LaunchError("Serve took no deployment: x"),
+            1,
+            "Serve took no deployment: x; the old pool stays beside the new ones until this is deployed "
+            "again",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted; Serve may have taken it; see `tandem status`"),
+    ],
+)
+def test_a_second_step_that_fails_says_what_holds_now(
+    world: World, failure: BaseException, code: int, said: str
+) -> None:
+    runs(world, {"unified": {}}, {"name": "unified", **SURGE}, unified=1)
+    world.launcher = SecondStepLauncher(ServeApi(world.server.url), world.folder, failure)
+    done = world.run("deploy", world.file(applications=[application(BOTH)]), "--dashboard", world.server.url)
+    assert done.exit_code == code
+    assert done.stderr.endswith(f"\nerror: {said}\n")
 
 
 def test_pools_that_are_taken_away_meanwhile_are_not_said_to_stay(world: World) -> None:
