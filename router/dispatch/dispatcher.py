@@ -52,6 +52,7 @@ from workers.types import (
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # of waiting for a group
+_ASK_AGAIN_S = 1.0  # those that have refused: every question costs a placement, and may begin a prefill
 _CANARY_PRIORITY = -1_000_000  # before all else: it asks whether the group computes, not whether it is busy
 
 
@@ -150,10 +151,12 @@ class SocketDispatcher:
 
     async def available(self) -> None:
         """See `Dispatcher.available`."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        await self._available(self._clock())
+
+    async def _available(self, began_s: float) -> None:
+        """Waits for a group, from `began_s` on. Raises Unavailable."""
         while not self._can_answer():
-            waited_s = loop.time() - began_s
+            waited_s = self._clock() - began_s
             if waited_s >= self._max_wait_s():
                 after = f" after {waited_s:.0f} s of waiting" if waited_s else ""
                 message = f"No worker group is there{after}."
@@ -266,7 +269,7 @@ class SocketDispatcher:
         return any(link.info.role is not Role.PREFILL for link in self._table.ready_links())
 
     def _max_wait_s(self) -> float:
-        """How long a request waits for a group, now that none answers."""
+        """How long a request waits for a group when none answers, or none takes it."""
         limits, table = self._limits, self._table
         if self._is_stopped:
             return 0.0
@@ -291,9 +294,9 @@ class SocketDispatcher:
                 if self._clock() - began_s >= max_wait_s or (is_refused and not self._is_expected()):
                     raise
             if is_refused:
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_ASK_AGAIN_S)
             else:
-                await self.available()
+                await self._available(began_s)
 
     async def _place_again(self, journey: Journey) -> Attempt:
         """Asks until a group takes it. Raises TimeoutError when its group was told to end and none comes in
