@@ -18,7 +18,7 @@ from tests.models.engine_groups import GREEDY, Answer
 from tests.models.served import PROMPTS, Served, serve
 from workers.config import SpeculativeConfig
 from workers.decoding.drafter import METHODS
-from workers.engine import drafting
+from workers.engine import text_guesses
 from workers.types import SamplingParams
 
 GROUPS = [("llama", 1), ("llama", 2), ("mistral", 1), ("qwen2", 2), ("qwen3", 1), ("gpt2", 1)]
@@ -65,7 +65,7 @@ def foretold(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[list[int]]], Non
     def foretell(answers: list[list[int]]) -> None:
         endings = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers, strict=True)}
         seeds = iter(range(1_000_000))
-        monkeypatch.setattr(drafting, "drafter_of", lambda method: Prophet(endings, next(seeds)))
+        monkeypatch.setattr(text_guesses, "drafter_of", lambda method: Prophet(endings, next(seeds)))
 
     return foretell
 
