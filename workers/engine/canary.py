@@ -72,9 +72,9 @@ class Canary:
         )
         try:
             engine.add(request)
-        except RequestRefused:
+        except RequestRefused as refused:
             if self._wanted is None:
-                raise GroupFailed("the canary prompt was refused") from None
+                raise GroupFailed(f"the canary prompt was refused: {refused.message}") from refused
             return
         self._running = request_id
 

@@ -92,6 +92,12 @@ def test_an_error_ends_the_start() -> None:
         Canary(LIMITS, Clock()).prove(engine)
 
 
+def test_a_refusal_at_the_start_says_why() -> None:
+    engine, _ = make_engine(max_model_len=4)
+    with pytest.raises(GroupFailed, match=r"^the canary prompt was refused: The context length is 4 tokens"):
+        Canary(LIMITS, Clock()).prove(engine)
+
+
 def test_rounding_is_no_damage_and_damage_is_told() -> None:
     canary, engine, executor, _ = proven()
     executor.off = 0.05
