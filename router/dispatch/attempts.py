@@ -22,7 +22,8 @@ from workers.types import FinishReason, GenerateRequest, GroupId, RequestId, Tok
 _log = logging.getLogger(__name__)
 
 STOPPED = "group_stopped"  # error code of what a group left unfinished that ended as planned
-CRASHED = frozenset({"group_failed", "engine_dead"})  # and of one that did not
+DISTRUSTED = "group_distrusted"  # of one that ended by itself, as it computed wrongly
+CRASHED = frozenset({"group_failed", "engine_dead"})  # and of one that did not end so
 
 # Hands a request to one of the groups, best first: (group ids, client id, request) -> who has it.
 # Any exception means that nobody is known to have it; Unavailable is passed on when no group is left to try.

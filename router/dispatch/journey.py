@@ -6,12 +6,13 @@ What the reader gets goes on as if nothing had happened: a group computes the ne
 so far, seed and position alone. A beam search, whose tokens come at its end, is made anew. Text, stop strings
 and usage are made from what the reader gets, so they know nothing of it.
 
-A group that was told to end (an update, fewer groups) costs its requests nothing, however often. One that
-crashed may have been killed by one of them, which would then pull down one group after the other. A request
-that does so does it again with its first step in the next group: there its prompt and tokens so far are
-computed, and the token at which the group before has failed. So one that had got nothing from the group is a
-suspect of its crash, and the others are not, whatever they had got elsewhere. (A beam search has got
-something when it has begun; one that kills its groups later on is moved as often as others, and no more.)
+A group that was told to end (an update, fewer groups), or ended as it computed wrongly, costs its requests
+nothing, however often. One that crashed may have been killed by one of them, which would then pull down one
+group after the other. A request that does so does it again with its first step in the next group: there its
+prompt and tokens so far are computed, and the token at which the group before has failed. So one that had got
+nothing from the group is a suspect of its crash, and the others are not, whatever they had got elsewhere. (A
+beam search has got something when it has begun; one that kills its groups later on is moved as often as
+others, and no more.)
 
     suspects are tried one at a time, before all else that waits in their new group, and without a prefill
     group; while one is tried, a crash there is put down to it alone
@@ -25,7 +26,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from router.dispatch.attempts import CRASHED, STOPPED, Attempt
+from router.dispatch.attempts import CRASHED, DISTRUSTED, STOPPED, Attempt
 from workers.types import BegunChoice, FinishReason, GenerateRequest, TokenChunk, error_chunk
 
 MAX_SUSPICIONS = 2
@@ -63,7 +64,7 @@ class Journey:
     def take(self, chunk: TokenChunk) -> TokenChunk | None:
         """What the reader gets of a chunk. An error that the request may survive is kept back."""
         choice = chunk.choice
-        if chunk.finish_reason is FinishReason.ERROR and chunk.error_code in (STOPPED, *CRASHED):
+        if chunk.finish_reason is FinishReason.ERROR and chunk.error_code in (STOPPED, DISTRUSTED, *CRASHED):
             self._lost = chunk
             self.is_lost = True
             if not chunk.token_ids:
@@ -84,7 +85,7 @@ class Journey:
         """The group that had it is gone; counts the crash if it was one and is not another request's."""
         assert self.is_lost, "the answer ended without a word"
         self.is_suspect = False
-        if self.was_stopped:
+        if self._lost is not None and self._lost.error_code not in CRASHED:
             return
         tried = attempt.owner.suspect if attempt.owner is not None else None
         if tried in (None, attempt.wire_id):

@@ -43,7 +43,9 @@ _CLIENT_CODES = frozenset(
     }
 )
 # Codes of what another group, or the same one later, could do.
-_LATER_CODES = frozenset({"engine_dead", "group_failed", "group_stopped", "router_stopping"})
+_LATER_CODES = frozenset(
+    {"engine_dead", "group_distrusted", "group_failed", "group_stopped", "router_stopping"}
+)
 _OVERLOAD_CODES = frozenset({"queue_full"})
 
 _MAX_REMEMBERED = 1024  # waterfalls, as many as decisions of placement

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from workers.engine.engine import Engine
 from workers.engine.request import EngineLimits
-from workers.engine.step import GroupFailed
+from workers.engine.step import GroupDistrusted, GroupFailed
 from workers.types import FinishReason, GenerateRequest, RequestId, RequestRefused, SamplingParams, TokenChunk
 
 INTERVAL_S = 60.0
@@ -38,6 +38,7 @@ class Canary:
         self._clock = clock
         self._wanted: list[float] | None = None
         self._running: RequestId | None = None
+        self._answer: TokenChunk | None = None  # not judged yet
         self._number = 0
         self._due_s = 0.0
 
@@ -55,6 +56,7 @@ class Canary:
             if not engine.can_step():
                 raise GroupFailed("the canary prompt got no answer")
             self.take(engine.step())
+            self.judge()
 
     def ask(self, engine: Engine) -> None:
         """Adds the request. One that the engine refuses, as its queue is full, is asked in a minute."""
@@ -79,29 +81,32 @@ class Canary:
         self._running = request_id
 
     def take(self, chunks: Sequence[TokenChunk]) -> list[TokenChunk]:
-        """Those of others. Raises GroupFailed for an answer that is not the first one."""
+        """Those of others; keeps the answer for judge()."""
         others = []
         for chunk in chunks:
             if self.owns(chunk.request_id):
-                self._check(chunk)
-                self._running = None
+                self._answer, self._running = chunk, None
             else:
                 others.append(chunk)
         return others
 
-    def _check(self, chunk: TokenChunk) -> None:
+    def judge(self) -> None:
+        """To be called after take(). Raises GroupDistrusted for an answer that is not the first one."""
+        chunk, self._answer = self._answer, None
+        if chunk is None:
+            return
         if chunk.finish_reason is FinishReason.ERROR:
-            raise GroupFailed(f"the canary prompt failed: {chunk.error}")
+            raise GroupDistrusted(f"the canary prompt failed: {chunk.error}")
         scores = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
         found = [score.logprob for score in scores if score is not None]
         if not found or not all(map(math.isfinite, found)):
-            raise GroupFailed("the canary prompt gave log-probabilities that are not finite numbers")
+            raise GroupDistrusted("the canary prompt gave log-probabilities that are not finite numbers")
         if self._wanted is None:
             self._wanted = found
             return
         off = sum(abs(one - other) for one, other in zip(found, self._wanted, strict=True)) / len(found)
         if off > _MOST_NATS:
-            raise GroupFailed(
+            raise GroupDistrusted(
                 f"the canary prompt gave other log-probabilities than at the start, by {off:.3g} nats in the "
                 "mean: weights or device are damaged"
             )

@@ -6,9 +6,9 @@ Between steps the thread takes all commands, and says what came of them before t
 last; a request that is refused, and one that ends in an error, comes back as an ERROR chunk. With nothing to
 compute it waits for a command or a compiled grammar without spinning, and wakes up for the timers of grammars
 and of exchanges with other groups, and for the canary's prompt. It ends by stop(), or when the group cannot
-compute any more, or not rightly (`workers.engine.canary`): then every request it has, and every one submitted
-later, gets an ERROR chunk `engine_dead`. Each accepted or refused choice thus gets exactly one chunk with a
-finish_reason.
+compute any more: then every request it has, and every one submitted later, gets an ERROR chunk `engine_dead`;
+or, when it computes wrongly, by no fault of theirs (`workers.engine.canary`), one `group_distrusted`. Each
+accepted or refused choice thus gets exactly one chunk with a finish_reason.
 
 Not covered: a step that hangs. Executors bound their waits; stop() bounds its own. What a step had found when
 the engine itself failed in it is lost: the failure says that the group is.
@@ -27,7 +27,7 @@ from workers.engine.engine import Engine
 from workers.engine.exchange import ExchangeCommand
 from workers.engine.leases import LeaseId
 from workers.engine.request import MAX_CHOICES
-from workers.engine.step import GroupFailed
+from workers.engine.step import GroupDistrusted, GroupFailed
 from workers.report import GroupReport
 from workers.types import (
     BlockEvent,
@@ -42,6 +42,7 @@ from workers.types import (
 
 _IDLE_WAIT_S = 1.0  # the longest single wait of an idle loop
 _ENGINE_DEAD = "engine_dead"
+_DISTRUSTED = "group_distrusted"
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class EngineLoop:
         self._is_stopping = False
         self._closing_reason: str | None = None  # why nothing is taken any more
         self._failure: str | None = None
+        self._closing_code = _ENGINE_DEAD  # not changed any more once there is a reason
         engine.on_grammar(self._wake)
         self._stats = engine.stats()  # of the last output
         self._unsaid: list[TokenChunk] = []  # for the next output, whatever happens before it
@@ -107,7 +109,7 @@ class EngineLoop:
                 self._commands.append(request)
                 self._changed.notify()
         if reason is not None:
-            chunks = tuple(_refusal(request, _ENGINE_DEAD, reason))
+            chunks = tuple(_refusal(request, self._closing_code, reason))
             self._on_output(StepOutput(chunks=chunks, events=(), stats=self._stats))
 
     def abort(self, request_id: RequestId) -> None:
@@ -152,18 +154,24 @@ class EngineLoop:
                 if self._unsaid or has_news or self._engine.has_report():
                     self._emit()
                 if self._engine.can_step():
-                    self._unsaid += self._step()
+                    self._step()
                     self._emit()
         except GroupFailed as error:
             self._failure = str(error)
+            if isinstance(error, GroupDistrusted):
+                self._closing_code = _DISTRUSTED
         except BaseException as error:  # what an extension in Rust raises when it panics is no Exception
             _log.exception("the engine loop ends")
             self._failure = f"the engine loop failed: {error!r}"
         self._close(self._failure or "The engine is stopping.")
 
-    def _step(self) -> list[TokenChunk]:
+    def _step(self) -> None:
         chunks = self._engine.step()
-        return chunks if self._canary is None else self._canary.take(chunks)
+        if self._canary is None:
+            self._unsaid += chunks
+            return
+        self._unsaid += self._canary.take(chunks)  # they are heard of even when the group ends by its canary
+        self._canary.judge()
 
     def _wake(self) -> None:
         with self._changed:
@@ -218,12 +226,12 @@ class EngineLoop:
             left = [command for command in self._commands if isinstance(command, GenerateRequest)]
             self._commands.clear()
         self._unsaid += [
-            error_chunk(request_id, choice, _ENGINE_DEAD, reason)
+            error_chunk(request_id, choice, self._closing_code, reason)
             for request_id, choice in self._engine.unfinished()
             if self._canary is None or not self._canary.owns(request_id)
         ]
         for request in left:
-            self._unsaid += _refusal(request, _ENGINE_DEAD, reason)
+            self._unsaid += _refusal(request, self._closing_code, reason)
         try:
             self._engine.fail_all()
         except Exception:

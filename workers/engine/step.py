@@ -171,6 +171,10 @@ class GroupFailed(Exception):
     """A rank died, hung or disagreed: the group cannot compute any more. Its message names the rank."""
 
 
+class GroupDistrusted(GroupFailed):
+    """The group computes wrongly, by no fault of its requests."""
+
+
 class StartedStep(Protocol):
     """A step that is being computed."""
 

@@ -12,7 +12,7 @@ from workers.engine.canary import INTERVAL_S, Canary
 from workers.engine.engine import Engine
 from workers.engine.loop import EngineLoop, StepOutput
 from workers.engine.step import GroupFailed, StepPlan, StepResult
-from workers.types import FinishReason, TokenChunk
+from workers.types import FinishReason, GenerateRequest, TokenChunk
 
 
 class Clock:
@@ -61,6 +61,7 @@ def ask_again(canary: Canary, engine: Engine) -> list[TokenChunk]:
     others = []
     while engine.has_work():
         others += canary.take(engine.step())
+        canary.judge()
     return others
 
 
@@ -126,7 +127,8 @@ def test_models_of_few_positions_and_ids() -> None:
     assert executor.plans[0].slices[0].token_ids == (1, 0, 1)
 
 
-def test_the_loop_asks_by_itself_and_ends_with_the_group() -> None:
+def end_by_damage(request: GenerateRequest) -> tuple[EngineLoop, list[StepOutput]]:
+    """A loop that has this request when its group begins to compute wrongly, until it has ended."""
     canary, engine, executor, clock = proven()
     outputs: list[StepOutput] = []
     has_ended = threading.Event()
@@ -137,13 +139,27 @@ def test_the_loop_asks_by_itself_and_ends_with_the_group() -> None:
             has_ended.set()
 
     loop = EngineLoop(engine, hear, canary)
-    loop.start()
     executor.off = 3.0
     clock.now_s = INTERVAL_S
-    loop.submit(make_request("other", numbers(20), max_tokens=4000))
+    loop.submit(request)
+    loop.start()
     assert has_ended.wait(10)
     loop.stop(10)
+    return loop, outputs
+
+
+def test_the_loop_asks_by_itself_and_ends_with_the_group() -> None:
+    loop, outputs = end_by_damage(make_request("other", numbers(20), max_tokens=900))
     assert outputs[-1].failure is not None and "canary prompt gave other" in outputs[-1].failure
     chunks = [chunk for output in outputs for chunk in output.chunks]
     assert {chunk.request_id for chunk in chunks} == {"other"}
-    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [FinishReason.ERROR]
+    assert [chunk.error_code for chunk in chunks if chunk.finish_reason] == ["group_distrusted"]
+    loop.submit(make_request("late", numbers(20)))
+    assert [chunk.error_code for chunk in outputs[-1].chunks] == ["group_distrusted"]
+
+
+def test_what_the_step_of_a_wrong_answer_gave_to_others_is_heard_of() -> None:
+    request = make_request("other", numbers(20), max_tokens=1)
+    _, outputs = end_by_damage(request)
+    (chunk,) = [chunk for output in outputs for chunk in output.chunks]
+    assert (chunk.finish_reason, list(chunk.token_ids)) == (FinishReason.LENGTH, reference(request))

@@ -56,6 +56,7 @@ def fails(code: str, *, after: int) -> Any:
     [
         ("engine_dead", 503, "engine_dead"),
         ("group_stopped", 503, "group_stopped"),
+        ("group_distrusted", 503, "group_distrusted"),
         ("router_stopping", 503, "router_stopping"),
         ("queue_full", 503, "server_is_overloaded"),
         ("invalid_value", 400, "invalid_value"),
