@@ -104,8 +104,20 @@ def test_rounding_is_no_damage_and_damage_is_told() -> None:
     executor.off = 0.05
     assert ask_again(canary, engine) == []
     executor.off = -0.5
+    assert ask_again(canary, engine) == []
     with pytest.raises(GroupFailed, match=r"by 0\.\d+ nats in the mean: weights or device are damaged"):
         ask_again(canary, engine)
+
+
+@pytest.mark.parametrize("off", [-0.5, float("nan")])
+def test_a_wrong_answer_is_asked_for_again_at_once(off: float, caplog: pytest.LogCaptureFixture) -> None:
+    canary, engine, executor, _ = proven()
+    for _ in range(2):  # a right one between them: they are not in a row
+        executor.off = off
+        assert ask_again(canary, engine) == [] and canary.is_due
+        executor.off = 0.0
+        assert ask_again(canary, engine) == [] and not canary.is_due
+    assert [message.endswith("; it is asked again") for message in caplog.messages] == [True, True]
 
 
 def test_one_that_finds_no_room_is_asked_later() -> None:
@@ -159,7 +171,9 @@ def test_the_loop_asks_by_itself_and_ends_with_the_group() -> None:
 
 
 def test_what_the_step_of_a_wrong_answer_gave_to_others_is_heard_of() -> None:
-    request = make_request("other", numbers(20), max_tokens=1)
+    request = make_request("other", numbers(20), max_tokens=2)  # one for each answer
     _, outputs = end_by_damage(request)
-    (chunk,) = [chunk for output in outputs for chunk in output.chunks]
-    assert (chunk.finish_reason, list(chunk.token_ids)) == (FinishReason.LENGTH, reference(request))
+    chunks = [chunk for output in outputs for chunk in output.chunks]
+    assert [token for chunk in chunks for token in chunk.token_ids] == reference(request)
+    assert [chunk.finish_reason for chunk in chunks] == [None, FinishReason.LENGTH]
+    assert outputs[-1].failure is not None and outputs[-1].chunks == tuple(chunks[-1:])
