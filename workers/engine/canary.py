@@ -79,7 +79,7 @@ class Canary:
             cache_salt=request_id,
         )
         try:
-            engine.add(request)
+            engine.add(request, is_counted=False)
         except RequestRefused as refused:
             if self._wanted is None:
                 raise GroupFailed(f"the canary prompt was refused: {refused.message}") from refused

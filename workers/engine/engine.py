@@ -119,8 +119,8 @@ class Engine:
         self._num_arrived = 0
         self._totals = EngineTotals()
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queues a request. Raises RequestRefused, and then nothing has changed."""
+    def add(self, request: GenerateRequest, *, is_counted: bool = True) -> None:
+        """Queues a request; is_counted: in totals and estimates. Raises RequestRefused: nothing changed."""
         try:
             self._check(request)
         except RequestRefused:
@@ -131,7 +131,7 @@ class Engine:
         self._num_arrived += 1
         block_size = self._block_size if self._prefix_reuse else None
         parent = RequestState(request, limits=self._limits, arrival=self._num_arrived, block_size=block_size)
-        parent.arrived_s = self._clock()
+        parent.arrived_s, parent.is_counted = self._clock(), is_counted
         if request.beam is not None:
             sequences = [Sequence(parent, 0)]
             make_search(sequences[0], request.beam)
@@ -357,15 +357,15 @@ class Engine:
             if reason is not None or place == num_right:
                 break
             self._scheduler.advance(sequence, 1)  # the draft's keys and values are the token's
-        self._totals.num_generated += len(sampled)
+        self._totals.num_generated += len(sampled) * sequence.parent.is_counted
         if self._drafting is not None and sampled:
             said, last = [found.token_id for found in result.sampled], len(sampled) - 1
             self._drafting.end(sequence, SampledAt(plan.number, index, result.row_of(last)), said, last)
             self._totals.num_drafted += piece.num_drafts
             self._totals.num_accepted += last
         if reason is not None:
-            was_cut = reason is FinishReason.LENGTH
-            self._scheduler.estimate.observe(len(sequence.output), was_cut=was_cut)
+            if sequence.parent.is_counted:
+                self._scheduler.estimate.observe(len(sequence.output), was_cut=reason is FinishReason.LENGTH)
             self._end(sequence, reason)
         elif sequence.state is _PREFILLING:
             self._scheduler.start_decoding(sequence)
@@ -394,6 +394,6 @@ class Engine:
             del self._requests[request.request_id]
             if sequence.parent.awaits_grammar:
                 self._grammars.drop(sequence.parent)
-            self._totals.num_ended[reason] += 1
+            self._totals.num_ended[reason] += sequence.parent.is_counted
             if request.transfer_id is not None:
                 self._exchange.leases.request_ended(request.transfer_id)

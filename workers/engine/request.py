@@ -66,6 +66,7 @@ class RequestState:
         "fetch_s",
         "first_choice",
         "is_admitted",
+        "is_counted",
         "max_num_tokens",
         "num_fetched_blocks",
         "num_unfinished",
@@ -86,6 +87,7 @@ class RequestState:
         self.prompt_hashes: list[BlockHash] = []
         if block_size is not None:
             self.prompt_hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)
+        self.is_counted = True  # in totals, and its length in the estimate of others'
         self.is_admitted = False  # a choice has had blocks
         self.awaits_grammar = False  # which is being compiled: not to be admitted yet
         self.fetch: Fetch | None = None  # blocks from another group, until it is admitted

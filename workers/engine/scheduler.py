@@ -394,7 +394,7 @@ class Scheduler:
             self.num_queued_requests -= 1
             if sequence.parent.fetch is not None:
                 self._exchange.fetches.release(sequence)
-            self.prompt_tokens_total += sequence.prompt_len
+            self.prompt_tokens_total += sequence.prompt_len * sequence.parent.is_counted
             self.cached_tokens_total += cached_prompt
             fetched = sequence.parent.num_fetched_blocks * self._block_size
             self.remote_tokens_total += min(fetched, cached_prompt)

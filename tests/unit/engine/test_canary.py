@@ -80,6 +80,26 @@ def test_it_is_due_once_a_minute_and_leaves_nothing_behind() -> None:
     engine.check_integrity()
 
 
+def test_neither_totals_nor_what_is_expected_of_others_know_of_it() -> None:
+    canary, engine, executor, _ = proven()
+    for _ in range(3):
+        ask_again(canary, engine)
+    executor.off = float("nan")
+    assert ask_again(canary, engine) == []
+    executor.spoil = lambda piece: "not a number"
+    with pytest.raises(GroupFailed):
+        ask_again(canary, engine)
+    stats, fresh = engine.stats(), make_engine()[0].stats()
+    assert stats.num_steps == 6
+    assert replace(stats, num_steps=0) == fresh
+    for tested in (engine, make_engine()[0]):
+        executor.spoil = lambda piece: None
+        tested.add(make_request("other", numbers(5), max_tokens=200))
+        while tested.has_work():
+            tested.step()
+        assert tested._scheduler.estimate.mean == 128 + (200 - 128) / 5  # of 128 that count as four
+
+
 @pytest.mark.parametrize("off", [float("nan"), float("inf")])
 def test_a_group_without_finite_numbers_does_not_start(off: float) -> None:
     with pytest.raises(GroupFailed, match="gave log-probabilities that are not finite numbers"):
