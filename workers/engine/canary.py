@@ -6,7 +6,9 @@ request and once a minute from then on, as a request among the others; when they
 more than rounding can explain, and do so again when asked at once, the group cannot be trusted any more, and
 ends.
 
-Not covered: what goes wrong in the path of decoding alone, and in requests of another shape.
+Not covered: what goes wrong in the path of decoding alone, and in requests of another shape; and finite
+numbers that are wrong from the start: a group that is built anew on a damaged device takes that device's
+answer for the right one.
 """
 
 from __future__ import annotations
