@@ -8,8 +8,10 @@ which is filled in where the id is drawn.
 
 The rule. A step is planned ahead when the one before it was started, and no request of the group, waiting or
 running, needs the host between two steps (`workers.engine.request.needs_host`), and somebody goes on, and
-each that does has a block to go on in: nobody is preempted for a step ahead. Else results come first. Engines
-that guess tokens, and models whose keys are computed again at some length, never plan ahead.
+each that does has a block to go on in: nobody is preempted for a step ahead. Nor does a step ahead zero
+blocks: they have no owner, and who is given one while the step is in flight, as a pull from another group
+is, would have it zeroed afterwards. Else results come first. Engines that guess tokens, and models whose
+keys are computed again at some length, never plan ahead.
 
 An end that nobody could foresee (an end id, a cancelled request) comes when the next step computes a row of
 that sequence: what comes of the row is thrown away. A block that a step in flight writes is freed only when
@@ -72,7 +74,7 @@ class Flights:
         results have to come first."""
         going_on = list(self._going_on())
         full = [each for each, _ in going_on if each.num_started == len(each.block_table) * block_size]
-        if self.num_needing_host or len(full) > self._pool.num_available:
+        if self.num_needing_host or self._pool.may_zero or len(full) > self._pool.num_available:
             return []
         for sequence in full:
             sequence.block_table.append(self._pool.allocate())

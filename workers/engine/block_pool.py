@@ -129,6 +129,11 @@ class BlockPool:
         """Has blocks without an owner zeroed before the next step computes anything."""
         self._to_zero.update(dict.fromkeys(blocks))
 
+    @property
+    def may_zero(self) -> bool:
+        """Whether there are blocks to zero, or with owners that may free them to be zeroed."""
+        return bool(self._to_zero or self._spoiled)
+
     def take_zero_blocks(self) -> tuple[int, ...]:
         """Blocks that the next step has to zero before it writes; the caller sees to it."""
         blocks = tuple(self._to_zero)

@@ -168,7 +168,7 @@ class Steps:
         while self._flights:
             scheduled = self._flights.popleft().scheduled
             self._scheduler.flights.land()
-            self._pool.zero(scheduled.plan.zero_blocks)
+            assert not scheduled.plan.zero_blocks, "a step that was planned ahead was to zero blocks"
             sequences |= dict.fromkeys(scheduled.sequences)
         for sequence in sequences:
             if sequence.state is not SequenceState.FINISHED:

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.engine.toy import make_engine, make_request, numbers, reference, run
 from tests.unit.exchange.world import Group, Options, World
 from workers.engine.exchange import Offered, OpenLease, Pulled
-from workers.types import GenerateRequest
+from workers.types import GenerateRequest, RequestId
 
 TRANSFER = "0f" * 16
 
@@ -47,6 +47,34 @@ def test_blocks_are_read_while_the_source_computes_them() -> None:
     assert decode.transcript.cached("r") == 20
     stats = decode.engine.stats()
     assert (stats.kv_fetches_total, stats.kv_fetched_tokens_total) == (1, 20)
+
+
+def test_a_block_of_a_failed_pull_is_not_zeroed_while_the_next_pull_writes_it() -> None:
+    """A pull does not wait for the step in flight, which was planned ahead."""
+    world = World(plans_ahead=True)
+    prefill, decode = world.start("P"), world.start("D")
+    decode.submit(make_request("busy", numbers(5, 3), 20))
+    assert decode.step()  # from now on a step is in flight
+    for seed, name in enumerate(("lost", "kept")):
+        prompt, transfer_id = numbers(23, seed), f"{seed:032x}"
+        prefill.submit(replace(make_request(f"p{seed}", prompt, 0), transfer_id=transfer_id))
+        prefill.run()
+        decode.submit(replace(make_request(name, prompt, 4), kv_source=world.source("P", transfer_id)))
+    assert decode.step()  # asks for the blocks of both
+    world.deliver_all(OpenLease)
+    world.deliver()
+    world.copies[0].end("the connection broke")
+    world.deliver_all(Pulled)
+    decode.abort(RequestId("lost"))
+    assert decode.step()
+    world.deliver_all(Offered)
+    world.copy_all()
+    assert decode.step()  # what was in flight meanwhile has been computed
+    world.deliver_all()
+    world.check()
+    world.settle()
+    world.assert_rest()
+    assert decode.transcript.cached("kept") == 20
 
 
 def _shapes() -> list[GenerateRequest]:
