@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from llguidance import LLMatcher, LLParserLimits
@@ -10,6 +11,7 @@ from llguidance import LLMatcher, LLParserLimits
 from tests.models.toy_tokenizers import byte_tokenizer
 from workers.engine.grammars import AnswerEnd, GrammarRefused
 from workers.engine.step import GrammarFailed
+from workers.structured import matching
 from workers.structured.matching import LlguidanceGrammar, LlguidanceState
 from workers.structured.source import source_of
 from workers.structured.vocabulary import read_vocabulary
@@ -29,11 +31,13 @@ class Made:
         self._source = source_of(Grammar(kind=GrammarKind.REGEX, text=text))
         self._max_states = max_states
         self.count = 0
+        self.compiled_s = 0.0  # CPU time, of a clock of its own
         self.ids = {letter: tokenizer.encode(letter)[-1] for letter in "abc"}
         self.grammar = LlguidanceGrammar(self._make, VOCAB_SIZE, 0)
 
     def _make(self) -> LLMatcher:
         self.count += 1
+        self.compiled_s += 1.9
         limits = LLParserLimits(max_lexer_states=self._max_states, verbose_errors=False)
         return LLMatcher(self._vocabulary, self._source, log_level=0, limits=limits)
 
@@ -79,6 +83,21 @@ def test_states_that_others_have_used_up_are_no_limit(tmp_path: Path) -> None:
         state.accept(made.ids["c"]) if word[2] == "a" else None
         assert state.is_complete is (word[2] == "a"), word
     assert 5 < made.count < 128
+
+
+def test_a_new_lexer_is_not_at_the_cost_of_the_answer_that_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling takes 1.9 s here and everything else nothing; an answer has half a second."""
+    made = Made(tmp_path, COMBINATIONS, ENOUGH_FOR_ONE)
+    monkeypatch.setattr(matching, "time", SimpleNamespace(thread_time=lambda: made.compiled_s))
+    for word in WORDS[:64]:
+        state = made.grammar.begin(AnswerEnd(token_ids=(2,), min_tokens=0), ())
+        for letter in word:
+            state.accept(made.ids[letter])
+            assert made.allowed(state)[0].startswith("ab")
+            assert state.cost_s == 0
+    assert made.count > 2
 
 
 def test_answers_on_their_way_go_on_with_a_new_lexer(tmp_path: Path) -> None:
