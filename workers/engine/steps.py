@@ -18,6 +18,7 @@ from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.step import Executor, GroupFailed, StartedStep, StepPlan, StepResult, StepStarter
 
 _MAX_IN_FLIGHT = 2  # steps, before the results of the older are taken
+_MOST_FAILED_AHEAD = 3  # in a row
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class _Flight:
     began_s: float  # its planning
     started: StartedStep
     is_ahead: bool  # it has tokens that are known on the device only
+    lacks_ids: bool = False  # the step before it came to nothing
 
     @property
     def is_void(self) -> bool:
@@ -62,7 +64,7 @@ class _Flight:
             raise
         except Exception as own:
             error = own
-        self.started = _Failed(error)
+        self.started, self.lacks_ids = _Failed(error), True
 
 
 class Steps:
@@ -76,7 +78,8 @@ class Steps:
         starter: StepStarter | None,
         on_planned: Callable[[ScheduledStep], None],
     ) -> None:
-        """starter: to plan ahead; None: never. on_planned is called before a step begins."""
+        """starter: to plan ahead, until that has failed too often in a row; None: never.
+        on_planned is called before a step begins."""
         self._scheduler = scheduler
         self._pool = pool
         self._executor = executor
@@ -85,6 +88,7 @@ class Steps:
         self._flights: deque[_Flight] = deque()
         self._ended_s = float("-inf")  # of the step whose results came last
         self._has_failed = False
+        self._num_failed_ahead = 0  # in a row
 
     @property
     def are_in_flight(self) -> bool:
@@ -154,13 +158,33 @@ class Steps:
             for later in list(self._flights)[1:]:  # the ids that it takes from this one are not there
                 later.fail(error)
             if flight.is_ahead:
-                _log.warning("step %d, planned ahead, is planned again: %r", plan.number, error)
+                self._note_failed_ahead(flight, error)
                 self._plan_again()
                 return None
             outcomes = run_apart(self._executor, plan, error)
+        else:
+            if flight.is_ahead:
+                self._num_failed_ahead = 0
         self._flights.popleft()
         self._scheduler.flights.land()
         return ComputedStep(flight.scheduled, outcomes, flight.began_s)
+
+    def _note_failed_ahead(self, flight: _Flight, error: Exception) -> None:
+        """Computed after its results are known, the same may do well: what fails may be the way ahead itself,
+        which would have all that run computed again, and again."""
+        self._num_failed_ahead += not flight.lacks_ids
+        _log.warning(
+            "step %d, planned ahead, is planned again: %r",
+            *(flight.scheduled.plan.number, error),
+            exc_info=error if self._num_failed_ahead <= 1 else None,
+        )
+        if self._num_failed_ahead >= _MOST_FAILED_AHEAD:
+            self._starter = None
+            _log.error(
+                "no step is planned ahead any more until this group is started anew: %d failures in a row, "
+                "the last one %r",
+                *(self._num_failed_ahead, error),
+            )
 
     def _plan_again(self) -> None:
         """No step in flight has come to anything: what they were to compute is begun anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 
@@ -279,6 +280,37 @@ def test_a_step_that_raises_is_computed_again(which: set[int]) -> None:
         engine.add(request)
     transcript = run(engine)
     check(transcript, requests, (1, 2))
+
+
+@pytest.mark.parametrize("most", [4, 6, 1_000])
+def test_what_fails_ahead_three_times_in_a_row_is_done_no_more(
+    most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only steps with ids that are known on the device fail here, each time the two that are in flight."""
+    engine, executor = make_engine(plans_ahead=True, block_size=4)
+    executor.is_exact = False
+    failed: list[int] = []
+
+    def fail(plan: StepPlan) -> None:
+        tasks = [piece.sample for piece in plan.slices if piece.sample]
+        if any(task.num_sampled is not None for task in tasks) and len(failed) < most:
+            failed.append(plan.number)
+            raise OverflowError("no memory")
+
+    executor.before_step = fail
+    requests = [make_request(str(n), numbers(9 + n, n), 12) for n in range(2)]
+    for request in requests:
+        engine.add(request)
+    with caplog.at_level(logging.WARNING):
+        check(run(engine), requests, ())
+    assert failed == [2, 3, 5, 6, 8, 9][:most]
+    assert any(ahead(executor)) is (most == 4)
+    assert [record.exc_info is not None for record in caplog.records[:2]] == [True, False]
+    assert [record.message for record in caplog.records[2:]] == [
+        "step 8, planned ahead, is planned again: OverflowError('no memory')",
+        "no step is planned ahead any more until this group is started anew: 3 failures in a row, the last "
+        "one OverflowError('no memory')",
+    ][: most - 4]
 
 
 def test_a_poisoned_request_ends_alone() -> None:
