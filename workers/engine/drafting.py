@@ -148,10 +148,11 @@ class Drafting:
         limits = [0] * len(decoding)
         unread: list[Unread] | None = None
         with self.failures.caught():
-            limits = self._guesses.limits(decoding, most)
+            found = self._guesses.limits(decoding, most)
             if (counts := self._guesses.unread(decoding)) is not None:
                 left = map(estimate.expected_left, decoding)
                 unread = [Unread(*pair) for pair in zip(counts, left, strict=True)]
+            limits = found  # now nothing has failed; else nothing is guessed
         lengths = self._governor.lengths(chances, limits, max_rows, unread)
         return [self._reserve(*pair) for pair in zip(decoding, lengths, strict=True)]
 

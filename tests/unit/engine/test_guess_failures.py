@@ -13,6 +13,7 @@ from workers.config import SpeculativeConfig
 from workers.decoding.drafter import DRAFT_MODEL, MEDUSA
 from workers.decoding.prompt_lookup import PromptLookup
 from workers.engine import text_guesses
+from workers.engine.model_guesses import ModelGuesses
 from workers.engine.proposals import DraftTask, HeadTask, Proposals
 from workers.engine.step import GroupFailed
 
@@ -88,6 +89,22 @@ def test_what_always_raises_is_asked_three_times(
         "nothing is guessed any more until this group is started anew: 3 failures in a row, the last one "
         "RuntimeError('no memory')",
     ]
+
+
+@pytest.mark.parametrize("name", ["limits", "unread"])
+def test_what_cannot_say_what_there_is_to_guess_is_not_asked_to_guess(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = Faults()
+    monkeypatch.setattr(ModelGuesses, name, lambda *_: faults.maybe())
+    engine, executor = make_engine(speculative=config(DRAFT_MODEL))
+    engine.add(REQUEST)
+    with caplog.at_level(logging.ERROR):
+        assert run(engine).tokens["a", 0] == reference(REQUEST)
+    stats = engine.stats()
+    assert (faults.num_calls, stats.guess_failures_total, stats.guesses_off) == (3, 3, 1)
+    assert not any(piece.num_drafts for plan in executor.plans for piece in plan.slices)
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("method", WAYS)
