@@ -91,9 +91,10 @@ class Drafting:
         proposals = Proposals([()] * len(decoding))
         with self.failures.caught():
             proposals = self._guesses.guess(decoding, lengths)
-            self.failures.note_success()
-        if proposals.is_broken:
-            self.failures.note_not_finite()
+            if proposals.is_broken:
+                self.failures.note_not_finite()
+            else:
+                self.failures.note_success()
         for index, (sequence, drafts) in enumerate(zip(decoding, proposals.drafts, strict=True)):
             sequence.drafts = drafts
             sequence.draft_parents = proposals.parents[index] if drafts and proposals.parents else None

@@ -30,23 +30,27 @@ class GuessFailures:
         except GroupFailed:
             raise
         except Exception as error:
-            self.num_total += 1
-            self._in_a_row += 1
-            if self._in_a_row == 1:
+            if self._in_a_row == 0:
                 _log.exception("guessing fails: this step goes without")
-            if self._in_a_row >= _MOST_IN_A_ROW:
-                self._turn_off(f"{self._in_a_row} failures in a row, the last one {error!r}")
+            self._note(repr(error))
 
     def note_success(self) -> None:
         """Guesses were made."""
         self._in_a_row = 0
 
     def note_not_finite(self) -> None:
-        """What guesses has computed values that are no numbers: it will again."""
-        self.num_total += 1
-        self._turn_off("what guesses computes values that are not finite numbers")
+        """What guesses has computed values that are no numbers, perhaps for one prompt and not for others."""
+        if self._in_a_row == 0:
+            _log.error("what guesses has computed values that are not finite numbers")
+        self._note("values that are not finite numbers")
 
-    def _turn_off(self, why: str) -> None:
-        """Nothing is guessed any more."""
-        self.is_off = True
-        _log.error("nothing is guessed any more until this group is started anew: %s", why)
+    def _note(self, what: str) -> None:
+        self.num_total += 1
+        self._in_a_row += 1
+        if self._in_a_row >= _MOST_IN_A_ROW:
+            self.is_off = True
+            _log.error(
+                "nothing is guessed any more until this group is started anew: %d failures in a row, "
+                "the last one %s",
+                *(self._in_a_row, what),
+            )
