@@ -22,7 +22,7 @@ do not wait for the device as a later step does. That a sequence reaches max_tok
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.plan import ScheduledStep
@@ -37,14 +37,22 @@ class Flights:
         self._pool = pool
         self._steps: deque[ScheduledStep] = deque()
         self._ended: dict[Sequence, list[int]] = {}  # sequences that are over, and their blocks
-        self.num_needing_host = 0  # unfinished sequences
+        self._num_needing_host = 0  # unfinished sequences
 
     def __len__(self) -> int:
         return len(self._steps)
 
+    def note_unfinished(self, sequence: Sequence) -> None:
+        """It waits or runs from now on."""
+        self._num_needing_host += sequence.needs_host
+
+    def note_finished(self, sequence: Sequence) -> None:
+        """It is over, but for what steps in flight compute of it."""
+        self._num_needing_host -= sequence.needs_host
+
     def can_depart(self, step: ScheduledStep) -> bool:
         """Whether ids are all that is wanted of a step, and there are some."""
-        return not self.num_needing_host and any(piece.sample is not None for piece in step.plan.slices)
+        return not self._num_needing_host and any(piece.sample is not None for piece in step.plan.slices)
 
     def depart(self, step: ScheduledStep) -> None:
         """It has been started, behind the others."""
@@ -74,7 +82,7 @@ class Flights:
         results have to come first."""
         going_on = list(self._going_on())
         full = [each for each, _ in going_on if each.num_started == len(each.block_table) * block_size]
-        if self.num_needing_host or self._pool.may_zero or len(full) > self._pool.num_available:
+        if self._num_needing_host or self._pool.may_zero or len(full) > self._pool.num_available:
             return []
         for sequence in full:
             sequence.block_table.append(self._pool.allocate())
@@ -83,6 +91,11 @@ class Flights:
     def tables(self) -> list[list[int]]:
         """Blocks that are held back, by sequence, for integrity checks."""
         return list(self._ended.values())
+
+    def check_integrity(self, queues: Iterable[Iterable[Sequence]]) -> None:
+        """Asserts the count; queues: all unfinished sequences."""
+        needing = sum(sequence.needs_host for queue in queues for sequence in queue)
+        assert self._num_needing_host == needing, f"{self._num_needing_host} need the host, {needing} found"
 
     def _going_on(self) -> Iterator[tuple[Sequence, int]]:
         """Those whose next token, not their last, the newest step samples, with its row of logits there."""

@@ -102,7 +102,7 @@ class Scheduler:
         """Queues all choices of a request, whose total need has been found to fit the pool."""
         self.num_queued_requests += 1
         for sequence in sequences:
-            self.flights.num_needing_host += sequence.needs_host
+            self.flights.note_unfinished(sequence)
             self._enqueue(sequence)
 
     def schedule(self) -> ScheduledStep | None:
@@ -189,7 +189,7 @@ class Scheduler:
             self._stop_running(sequence)
         self._set_backlog(sequence, 0)
         sequence.state = _FINISHED
-        self.flights.num_needing_host -= sequence.needs_host
+        self.flights.note_finished(sequence)
         parent = sequence.parent
         parent.num_unfinished -= 1
         if parent.fetch is not None and parent.num_unfinished == 0:
@@ -221,6 +221,7 @@ class Scheduler:
         self._pool.check_integrity(tables)
         self._exchange.check_integrity()
         self._in_progress.check_integrity()
+        self.flights.check_integrity(queues)
         return sum(map(len, queues))
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -237,8 +238,7 @@ class Scheduler:
     def _reserve_decode_blocks(self) -> None:
         for sequence in self._computed.outgrown(self._decoding + self._searching):
             self.send_back(sequence)
-        size = self._block_size
-        full = [s for s in self._decoding if s.num_computed == len(s.block_table) * size]
+        full = [s for s in self._decoding if s.num_computed == len(s.block_table) * self._block_size]
         if len(full) > self._pool.num_available:
             full.sort(key=_by_key)
         for sequence in full:

@@ -102,6 +102,16 @@ def test_a_request_that_needs_the_host_has_all_steps_wait_for_it(changes: dict[s
     assert ahead(executor) == [0 < n < first or n > last + 1 for n in range(len(executor.plans))]
 
 
+def test_a_wrong_count_of_those_that_need_the_host_is_found() -> None:
+    engine, _ = make_engine(plans_ahead=True)
+    engine.add(make_request("a", numbers(5, 1), 2, num_logprobs=0))
+    engine.step()
+    engine.check_integrity()
+    engine._scheduler.flights._num_needing_host -= 1
+    with pytest.raises(AssertionError, match="0 need the host, 1 found"):
+        engine.check_integrity()
+
+
 def test_engines_that_guess_wait() -> None:
     engine, executor = make_engine(plans_ahead=True, speculative=SpeculativeConfig(method="prompt_lookup"))
     engine.add(make_request("a", numbers(9, 1), 12, top_k=2))
