@@ -172,8 +172,12 @@ class LeaderLink:
         self._send_all(FrameKind.STEP, body)
 
     def end_step(self) -> None:
-        """Rank 0 has what it wanted of the oldest step that it has not ended."""
-        self._num_steps_open = max(0, self._num_steps_open - 1)
+        """Rank 0 has what it wanted of the oldest step that it has not ended. Once the group has failed there
+        need not be one: the step may not have been sent."""
+        if self._num_steps_open:
+            self._num_steps_open -= 1
+        else:
+            assert self._failure is not None, f"all {self._steps_sent} steps have ended: one more cannot"
 
     def send_order(self, body: bytes) -> None:
         """Hands an order to all followers, which take it between two steps. Raises as `send_step`."""
@@ -319,9 +323,10 @@ class LeaderLink:
                     f"{follower.name} is alive but has not begun step {self._steps_sent} after "
                     f"{waited_s:.1f} s (limit {self._timeout_s:g} s)"
                 )
-        if self._has_step_limit and self._num_steps_open and waited_s > self._timeout_s:
+        num_open = self._num_steps_open
+        if self._has_step_limit and num_open and waited_s > self._timeout_s:
             return (
-                f"rank 0 has been in step {self._steps_sent} for {waited_s:.1f} s (limit "
+                f"rank 0 has been in step {self._steps_sent - num_open + 1} for {waited_s:.1f} s (limit "
                 f"{self._timeout_s:g} s): a rank hangs in a collective"
             )
         return None

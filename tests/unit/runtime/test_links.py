@@ -146,7 +146,7 @@ def test_a_step_of_rank_0_that_does_not_end_is_noticed_where_collectives_have_no
                 made.link.end_step()
             time.sleep(1.5 * TIMEOUT_S)  # between steps nothing is overdue
             assert made.failures == []
-            for body in (b"ends", b"hangs"):  # both begun before the first has ended
+            for body in (b"ends", b"hangs", b"is behind it"):  # all begun before the first has ended
                 made.link.send_step(body)
             made.link.end_step()
             assert "rank 0 has been in step 4 for 1." in made.reason(within_s=3 * TIMEOUT_S)
@@ -155,6 +155,18 @@ def test_a_step_of_rank_0_that_does_not_end_is_noticed_where_collectives_have_no
             made.link.close()
             following.join(5)
             assert reasons == ["rank 0 died or hangs: connection closed"]
+
+
+def test_a_step_ends_once_unless_the_group_has_failed():
+    with group() as made:
+        frames = raw_follower(made)
+        made.link.send_step(b"")
+        made.link.end_step()
+        with pytest.raises(AssertionError, match="all 1 steps have ended"):
+            made.link.end_step()
+        frames.close()
+        made.reason(within_s=TIMEOUT_S)
+        made.link.end_step()
 
 
 def test_an_interrupt_that_blocks_keeps_nobody_from_hearing_of_the_end():
