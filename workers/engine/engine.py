@@ -243,8 +243,8 @@ class Engine:
         return [(each, choice) for each, own in self._requests.items() for choice in open_choices(own)]
 
     def fail_all(self) -> None:
-        """Ends every request as failed and frees all blocks but those in flight; says nothing of it: see
-        unfinished()."""
+        """Ends every request as failed and frees all blocks but those that pulls still write; says nothing of
+        it: see unfinished()."""
         self._steps.drop()
         self._exchange.leases.close_all()
         for sequences in list(self._requests.values()):
