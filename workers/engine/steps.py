@@ -31,40 +31,36 @@ class ComputedStep(NamedTuple):
     began_s: float  # its planning
 
 
-class _Failed:
-    """Implements StartedStep: one that raised."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> StepResult:
-        raise self._error
-
-
 @dataclass(slots=True)
 class _Flight:
     """A step that has begun."""
 
     scheduled: ScheduledStep
     began_s: float  # its planning
-    started: StartedStep
+    started: StartedStep | Exception  # that it, or its start, raised
     is_ahead: bool  # it has tokens that are known on the device only
     lacks_ids: bool = False  # the step before it came to nothing
 
     @property
     def is_void(self) -> bool:
         """Whether nothing will come of it."""
-        return isinstance(self.started, _Failed)
+        return isinstance(self.started, Exception)
+
+    def result(self) -> StepResult:
+        """Waits for it. Raises what it raised."""
+        if isinstance(self.started, Exception):
+            raise self.started
+        return self.started.result()
 
     def fail(self, error: Exception) -> None:
         """Waits for it and throws away what comes. Raises GroupFailed."""
         try:
-            self.started.result()
+            self.result()
         except GroupFailed:
             raise
         except Exception as own:
             error = own
-        self.started, self.lacks_ids = _Failed(error), True
+        self.started, self.lacks_ids = error, True
 
 
 class Steps:
@@ -126,7 +122,7 @@ class Steps:
             self._scheduler.flights.land()
             try:
                 if not self._has_failed:
-                    flight.started.result()
+                    flight.result()
             except Exception as error:
                 _log.warning("step %d is dropped: %r", flight.scheduled.plan.number, error)
 
@@ -151,7 +147,7 @@ class Steps:
         plan = flight.scheduled.plan
         outcomes: Outcomes
         try:
-            outcomes = slices_of(flight.started.result(), plan)
+            outcomes = slices_of(flight.result(), plan)
         except GroupFailed:
             raise
         except Exception as error:
@@ -199,10 +195,10 @@ class Steps:
                 self._scheduler.send_back(sequence)
 
 
-def _start(starter: StepStarter, plan: StepPlan) -> StartedStep:
+def _start(starter: StepStarter, plan: StepPlan) -> StartedStep | Exception:
     try:
         return starter.start(plan)
     except GroupFailed:
         raise
     except Exception as error:
-        return _Failed(error)
+        return error
