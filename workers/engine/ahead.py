@@ -23,11 +23,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.plan import ScheduledStep
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.step import SequenceSlice
+from workers.engine.step import GroupFailed, SequenceSlice, StartedStep, StepResult
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that has begun."""
+
+    scheduled: ScheduledStep
+    began_s: float  # its planning
+    started: StartedStep | Exception  # that it, or its start, raised
+    is_ahead: bool  # it has tokens that are known on the device only
+    lacks_ids: bool = False  # the step before it came to nothing
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nothing will come of it."""
+        return isinstance(self.started, Exception)
+
+    def result(self) -> StepResult:
+        """Waits for it. Raises what it raised."""
+        if isinstance(self.started, Exception):
+            raise self.started
+        return self.started.result()
+
+    def fail(self, error: Exception) -> None:
+        """Waits for it and throws away what comes. Raises GroupFailed."""
+        try:
+            self.result()
+        except GroupFailed:
+            raise
+        except Exception as own:
+            error = own
+        self.started, self.lacks_ids = error, True
 
 
 class Flights:
@@ -35,12 +68,16 @@ class Flights:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._steps: deque[ScheduledStep] = deque()
+        self._flights: deque[Flight] = deque()  # the oldest first
         self._ended: dict[Sequence, list[int]] = {}  # sequences that are over, and their blocks
         self._num_needing_host = 0  # unfinished sequences
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        """From the oldest on."""
+        return iter(self._flights)
 
     def note_unfinished(self, sequence: Sequence) -> None:
         """It waits or runs from now on."""
@@ -54,19 +91,20 @@ class Flights:
         """Whether ids are all that is wanted of a step, and there are some."""
         return not self._num_needing_host and any(piece.sample is not None for piece in step.plan.slices)
 
-    def depart(self, step: ScheduledStep) -> None:
+    def depart(self, flight: Flight) -> None:
         """It has been started, behind the others."""
-        self._steps.append(step)
-        for sequence, piece in zip(step.sequences, step.plan.slices, strict=True):
+        self._flights.append(flight)
+        for sequence, piece in zip(flight.scheduled.sequences, flight.scheduled.plan.slices, strict=True):
             sequence.num_in_flight += len(piece.token_ids)
 
-    def land(self) -> None:
-        """The results of the oldest have come, or never will: to be called before they are looked at."""
-        step = self._steps.popleft()
-        for sequence, piece in zip(step.sequences, step.plan.slices, strict=True):
+    def land(self) -> Flight:
+        """The oldest, whose results have come, or never will: to be called before they are looked at."""
+        flight = self._flights.popleft()
+        for sequence, piece in zip(flight.scheduled.sequences, flight.scheduled.plan.slices, strict=True):
             sequence.num_in_flight -= len(piece.token_ids)
             if not sequence.num_in_flight and sequence in self._ended:
                 self._pool.free_table(self._ended.pop(sequence))
+        return flight
 
     def free(self, sequence: Sequence) -> None:
         """Frees the blocks of a sequence that stops running, at once where no step in flight writes them."""
@@ -99,7 +137,7 @@ class Flights:
 
     def _going_on(self) -> Iterator[tuple[Sequence, int]]:
         """Those whose next token, not their last, the newest step samples, with its row of logits there."""
-        step, row = self._steps[-1], -1
+        step, row = self._flights[-1].scheduled, -1
         for sequence, piece in zip(step.sequences, step.plan.slices, strict=True):
             if piece.sample is None:
                 continue

@@ -5,17 +5,16 @@ one before it (`workers.engine.ahead`).
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from workers.engine.ahead import Flight
 from workers.engine.block_pool import BlockPool
 from workers.engine.execution import Outcomes, run_apart, run_plan, slices_of
 from workers.engine.plan import ScheduledStep
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.step import Executor, GroupFailed, StartedStep, StepPlan, StepResult, StepStarter
+from workers.engine.step import Executor, GroupFailed, StartedStep, StepPlan, StepStarter
 
 _MAX_IN_FLIGHT = 2  # steps, before the results of the older are taken
 _MOST_FAILED_AHEAD = 3  # in a row
@@ -29,38 +28,6 @@ class ComputedStep(NamedTuple):
     scheduled: ScheduledStep
     outcomes: Outcomes
     began_s: float  # its planning
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step that has begun."""
-
-    scheduled: ScheduledStep
-    began_s: float  # its planning
-    started: StartedStep | Exception  # that it, or its start, raised
-    is_ahead: bool  # it has tokens that are known on the device only
-    lacks_ids: bool = False  # the step before it came to nothing
-
-    @property
-    def is_void(self) -> bool:
-        """Whether nothing will come of it."""
-        return isinstance(self.started, Exception)
-
-    def result(self) -> StepResult:
-        """Waits for it. Raises what it raised."""
-        if isinstance(self.started, Exception):
-            raise self.started
-        return self.started.result()
-
-    def fail(self, error: Exception) -> None:
-        """Waits for it and throws away what comes. Raises GroupFailed."""
-        try:
-            self.result()
-        except GroupFailed:
-            raise
-        except Exception as own:
-            error = own
-        self.started, self.lacks_ids = error, True
 
 
 class Steps:
@@ -81,7 +48,7 @@ class Steps:
         self._executor = executor
         self._starter = starter
         self._on_planned = on_planned
-        self._flights: deque[_Flight] = deque()
+        self._flights = scheduler.flights
         self._ended_s = float("-inf")  # of the step whose results came last
         self._has_failed = False
         self._num_failed_ahead = 0  # in a row
@@ -118,8 +85,7 @@ class Steps:
     def drop(self) -> None:
         """Throws away the steps in flight. Waits for them, unless the group has failed."""
         while self._flights:
-            flight = self._flights.popleft()
-            self._scheduler.flights.land()
+            flight = self._flights.land()
             try:
                 if not self._has_failed:
                     flight.result()
@@ -133,17 +99,16 @@ class Steps:
             if scheduled is None:
                 break
             self._on_planned(scheduled)
-            if self._starter is None or not self._scheduler.flights.can_depart(scheduled):
+            if self._starter is None or not self._flights.can_depart(scheduled):
                 assert not self._flights, "a step was planned ahead that cannot be started"
                 return ComputedStep(scheduled, run_plan(self._executor, scheduled.plan), now_s)
             started = _start(self._starter, scheduled.plan)
-            self._flights.append(_Flight(scheduled, now_s, started, is_ahead=bool(self._flights)))
-            self._scheduler.flights.depart(scheduled)
+            self._flights.depart(Flight(scheduled, now_s, started, is_ahead=bool(self._flights)))
         return None
 
     def _land(self) -> ComputedStep | None:
         """The oldest step; None when it was planned ahead and came to nothing."""
-        flight = self._flights[0]
+        flight, *later = self._flights
         plan = flight.scheduled.plan
         outcomes: Outcomes
         try:
@@ -151,8 +116,8 @@ class Steps:
         except GroupFailed:
             raise
         except Exception as error:
-            for later in list(self._flights)[1:]:  # the ids that it takes from this one are not there
-                later.fail(error)
+            for each in later:  # the ids that it takes from this one are not there
+                each.fail(error)
             if flight.is_ahead:
                 self._note_failed_ahead(flight, error)
                 self._plan_again()
@@ -161,11 +126,10 @@ class Steps:
         else:
             if flight.is_ahead:
                 self._num_failed_ahead = 0
-        self._flights.popleft()
-        self._scheduler.flights.land()
+        self._flights.land()
         return ComputedStep(flight.scheduled, outcomes, flight.began_s)
 
-    def _note_failed_ahead(self, flight: _Flight, error: Exception) -> None:
+    def _note_failed_ahead(self, flight: Flight, error: Exception) -> None:
         """Computed after its results are known, the same may do well: what fails may be the way ahead itself,
         which would have all that run computed again, and again."""
         self._num_failed_ahead += not flight.lacks_ids
@@ -186,8 +150,7 @@ class Steps:
         """No step in flight has come to anything: what they were to compute is begun anew."""
         sequences: dict[Sequence, None] = {}
         while self._flights:
-            scheduled = self._flights.popleft().scheduled
-            self._scheduler.flights.land()
+            scheduled = self._flights.land().scheduled
             assert not scheduled.plan.zero_blocks, "a step that was planned ahead was to zero blocks"
             sequences |= dict.fromkeys(scheduled.sequences)
         for sequence in sequences:
