@@ -1,5 +1,5 @@
-// The tile registers of AMX: eight, of at most 16 rows of 64 bytes, private to a thread. Never run on hardware so far:
-// the project's machines have none, and its tests take the same operations from amx_software.h.
+// The tile registers of AMX: eight, of at most 16 rows of 64 bytes, private to a thread. On machines without them tests
+// take the same operations from amx_software.h.
 //
 // The instructions are written out because the intrinsics of GCC 12 hide from the compiler which memory they read
 // (stores before them may be dropped) and want literal register numbers.
@@ -8,6 +8,7 @@
 #define HAS_TILES
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 // Rows, and bytes of a row, of every register: the operand of ldtilecfg.
 struct alignas(64) TileShapes {
@@ -30,13 +31,23 @@ inline bool can_use_tiles() {
   return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
-// Shapes the registers of the calling thread while it lives, and then frees them. One at a time on a thread.
+// The registers of the calling thread in some shapes. One at a time on a thread. They stay as they are until other shapes
+// are wanted: to set them stops the processor for as long as a line takes from memory. So whoever has used them has to
+// release them at last, for what else runs on the thread.
 class Tiles {
  public:
-  explicit Tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
-  ~Tiles() { asm volatile("tilerelease"); }
+  explicit Tiles(const TileShapes& shapes) {
+    if (memcmp(&shapes, &current, sizeof shapes) == 0) return;
+    asm volatile("ldtilecfg %0" : : "m"(shapes));
+    current = shapes, is_shaped = true;
+  }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
+  static void release() {
+    if (!is_shaped) return;
+    current = TileShapes(), is_shaped = false;
+    asm volatile("tilerelease");
+  }
 
   template <int TILE> void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(TILE)); }
   // Rows `stride` bytes apart.
@@ -48,6 +59,10 @@ class Tiles {
   }
   // C (rows, columns) float += A (rows, pairs) bf16 * B (pairs, columns) pairs of bf16.
   template <int C, int A, int B> void multiply() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B)); }
+
+ private:
+  static inline thread_local TileShapes current;
+  static inline thread_local bool is_shaped = false;
 };
 #endif
 #endif

@@ -17,6 +17,7 @@ class Tiles {
   }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
+  static void release() {}
 
   template <int TILE> void zero() {
     check<TILE>();

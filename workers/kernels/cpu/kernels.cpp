@@ -10,6 +10,7 @@
 #include "attend.h"
 #include "collective.h"
 #include "draw.h"
+#include "region.h"
 #include "roof.h"
 #include "rows.h"
 #include "step.h"
@@ -20,17 +21,23 @@ constexpr long ROW_GRAIN = 1 << 14;  // elements worth a second thread
 template <class F> void for_rows(long rows, long elements_per_row, int threads, F body) {
   int team = int(std::min<long>(threads, 1 + rows * elements_per_row / ROW_GRAIN));
   if (team <= 1) {
+    ComputeRegion region;
     for (long r = 0; r < rows; r++) body(r);
     return;
   }
-#pragma omp parallel for num_threads(team) schedule(static)
-  for (long r = 0; r < rows; r++) body(r);
+#pragma omp parallel num_threads(team)
+  {
+    ComputeRegion region;
+#pragma omp for schedule(static)
+    for (long r = 0; r < rows; r++) body(r);
+  }
 }
 // Tasks of different cost: each thread makes its scratch once and takes the next task when free.
 template <class Make, class F> void for_tasks(long tasks, int threads, Make make, F body) {
   std::atomic<long> next{0};
 #pragma omp parallel num_threads(int(std::clamp<long>(tasks, 1, threads)))
   {
+    ComputeRegion region;
     auto scratch = make();
     for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(i, scratch);
   }

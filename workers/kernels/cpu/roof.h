@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "gemm_tiles.h"
+#include "region.h"
 
 // Reads `bytes` (a multiple of 512 per thread is used) once over all threads; returns bytes read.
 inline long read_all(const char* from, long bytes, int threads) {
@@ -34,6 +35,7 @@ inline double multiply_tiles(long rounds, int threads) {
     std::vector<char> a(ROWS * INPUTS * 2), b(tiled_bytes(units));
     std::vector<float> c(ROWS * UNIT);
     const Leaf leaf{INPUTS, 0};
+    ComputeRegion region;
     for (long i = 0; i < rounds; i++) tiled_unit_sums(b.data(), units, 0, {&leaf, 1}, a.data(), INPUTS * 2, ROWS, c.data());
   }
   return double(rounds) * threads * 2 * ROWS * UNIT * INPUTS;

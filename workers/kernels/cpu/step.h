@@ -15,6 +15,7 @@
 #include "collective.h"
 #include "draw.h"
 #include "layout.h"
+#include "region.h"
 #include "rows.h"
 
 // Mirrored by workers/kernels/fused.py; pointers may be null where a comment says so.
@@ -239,6 +240,7 @@ inline bool run_step(const Model& m, const StepInput& in, const int32_t* message
   std::unique_ptr<Barrier> together;
 #pragma omp parallel num_threads(threads)
   {
+    ComputeRegion region;
 #pragma omp single
     together.reset(new Barrier(omp_get_num_threads()));
     if (in.is_int8) StepWalk<int8_t>(m, in, s, tasks, *together).run();
