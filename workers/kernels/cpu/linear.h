@@ -2,6 +2,7 @@
 #pragma once
 #include "gemm.h"
 #include "gemm_tiles.h"
+#include "rows.h"
 #ifdef HAS_PRODUCTS
 #include <memory>
 
@@ -32,8 +33,13 @@ class LinearScratch {
     if (size < wanted) space.reset(new float[(size = wanted) + 16]);
     return (float*)((uintptr_t(space.get()) + 63) / 64 * 64);
   }
+  bf16* wide() {  // (CHUNK_ROWS, 2 * UNIT)
+    if (!pairs) pairs.reset(new bf16[CHUNK_ROWS * 2 * UNIT]);
+    return pairs.get();
+  }
 
  private:
+  std::unique_ptr<bf16[]> pairs;
   std::unique_ptr<float[]> space;  // never read before it is written
   size_t size = 0;
 };
@@ -91,18 +97,51 @@ inline void plain_sums(const PackedWeights& w, const Units& units, size_t u, con
 inline long linear_tasks(const PackedWeights& w, long rows) {
   return long(units_of(w).count()) * ((rows + CHUNK_ROWS - 1) / CHUNK_ROWS);
 }
+// The rows and the unit of a task.
+struct TaskPart {
+  long row0;
+  size_t count, unit;
+  bool fetch;  // what follows in the stream comes next
+  TaskPart(long rows, long task) {
+    const long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    row0 = task % chunks * CHUNK_ROWS, count = size_t(std::min<long>(CHUNK_ROWS, rows - row0));
+    unit = size_t(task / chunks), fetch = task % chunks == chunks - 1;
+  }
+};
+inline void sums_of(const PackedWeights& w, const Units& units, size_t u, const LinearRows& x, const TaskPart& part, float* sums) {
+  const char* first = x.first + size_t(part.row0) * x.stride;
+  if (is_quantized(w)) quantized_sums(w, units, u, first, part.count, part.fetch, sums);
+  else plain_sums(w, units, u, first, x.stride, part.count, part.fetch, sums);
+}
 // One task of out (nodes, rows, columns) = x (rows, k) * weights + bias; with several nodes there is no bias.
 template <class Out> void linear_task(const PackedWeights& w, const LinearRows& x, long rows, long task, LinearScratch& scratch, Out* out) {
   const Units units = units_of(w);
-  const long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, row0 = task % chunks * CHUNK_ROWS;
-  const size_t u = size_t(task / chunks), count = size_t(std::min<long>(CHUNK_ROWS, rows - row0));
-  const char* first = x.first + size_t(row0) * x.stride;
-  const bool fetch = task % chunks == chunks - 1;
+  const TaskPart part(rows, task);
+  const size_t u = part.unit;
   float* sums = scratch.of(w);
-  if (is_quantized(w)) quantized_sums(w, units, u, first, count, fetch, sums);
-  else plain_sums(w, units, u, first, x.stride, count, fetch, sums);
+  sums_of(w, units, u, x, part, sums);
   for (size_t node = 0, nodes = size_t(w.order.nodes()); node < nodes; node++, out += size_t(rows) * units.columns)
-    for (size_t r = 0; r < count; r++, sums += UNIT)
-      finish_row(sums, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(row0) + r) * units.columns);
+    for (size_t r = 0; r < part.count; r++, sums += UNIT)
+      finish_row(sums, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(part.row0) + r) * units.columns);
+}
+
+// Whether columns [gate | up] can be made a unit of each at a time.
+inline bool gates_in_place(const PackedWeights& w) { return w.columns % (2 * UNIT) == 0 && w.order.nodes() == 1; }
+inline long gated_tasks(const PackedWeights& w, long rows) { return linear_tasks(w, rows) / 2; }
+// One task of out (rows, columns / 2) = silu(gate) * up of x (rows, k) * weights + bias, rounded as if those had been stored.
+inline void gated_task(const PackedWeights& w, const LinearRows& x, long rows, long task, LinearScratch& scratch, bf16* out) {
+  const Units units = units_of(w);
+  const TaskPart part(rows, task);
+  const size_t inner = units.columns / 2;
+  bf16* wide = scratch.wide();
+  float* sums = scratch.of(w);
+  for (int half = 0; half < 2; half++) {
+    const size_t u = part.unit + half * units.count() / 2;
+    sums_of(w, units, u, x, part, sums);
+    for (size_t r = 0; r < part.count; r++)
+      finish_row(sums + r * UNIT, 0, 4, UNIT, w.bias ? w.bias + units.first(u) : nullptr, wide + (2 * r + half) * UNIT);
+  }
+  for (size_t r = 0; r < part.count; r++, wide += 2 * UNIT)
+    silu_mul_row(wide, wide + UNIT, out + (size_t(part.row0) + r) * inner + units.first(part.unit), UNIT);
 }
 #endif

@@ -85,43 +85,43 @@ struct StepScratch {
   }
 };
 
+constexpr long FEW_ROWS_APART = 4;
+
 // One thread's walk through the step, with pages of S. All threads of the team run it together.
 template <class S> class StepWalk {
  public:
   StepWalk(const Model& m, const StepInput& in, StepScratch& s, const std::vector<AttentionTask>& tasks, Barrier& together)
       : m(m), in(in), s(s), at(s.layout), tasks(tasks), together(together), row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d),
-        thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(at.tokens) {}
+        thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(at.tokens),
+        most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART) {}
 
   void run() {
-    bf16* residual = s.residual.data();
-    each_row([&](long r) { embed(residual + r * m.hidden, r); });
-    if (!add_up(residual)) return;
-    each_row([&](long r) { norm(residual + r * m.hidden, m.layers[0].attention_norm, r); });
+    each_row([&](long r) { embed(s.residual.data() + r * m.hidden, r); });
+    if (!add_up(s.residual.data())) return;
+    residual = s.residual.data(), normed = s.normed.data();
+    if (apart) take_apart();
+    each_normed_row([&](long r) { norm(residual + r * m.hidden, m.layers[0].attention_norm, r); });
     for (long l = 0; l < m.num_layers; l++) {
       const LayerWeights& w = m.layers[l];
-      linear(w.qkv, s.normed.data(), s.qkv.data());
+      linear(w.qkv, normed, s.qkv.data());
       each_row([&](long r) { turn_and_write(w, l, r); });
       attend_all(w, l);
       const bf16* attended = s.attended.data();
       if (l + 1 == m.num_layers) {  // only rows whose logits are wanted go on
         rows = at.num_logits;
-        each_row([&](long r) { keep(attended, residual, r); });
-        attended = s.qkv.data(), residual = s.kept.data();
+        keep(attended);
+        attended = s.qkv.data();
       }
       if (!mix(w.output, attended, m.output_nodes, w.output_bias)) return;
-      each_row([&](long r) { add_norm(residual, w.mlp_norm, r); });
-      linear(w.up, s.normed.data(), s.wide.data());
+      each_normed_row([&](long r) { add_norm(w.mlp_norm, r); });
       bf16* gated = s.wide.data() + rows * 2 * m.inner;
-      each_row([&](long r) {
-        const bf16* gate = s.wide.data() + r * 2 * m.inner;
-        silu_mul_row(gate, gate + m.inner, gated + r * m.inner, m.inner);
-      });
+      gate_up(w.up, gated);
       if (!mix(w.down, gated, m.down_nodes, w.down_bias)) return;
       const bf16* following = l + 1 < m.num_layers ? m.layers[l + 1].attention_norm : m.final_norm;
-      each_row([&](long r) { add_norm(residual, following, r); });
+      each_normed_row([&](long r) { add_norm(following, r); });
     }
-    if (thread == 0) memcpy(in.hidden, s.normed.data(), size_t(rows * m.hidden) * 2);
-    linear(m.head, s.normed.data(), in.logits);
+    if (thread == 0) memcpy(in.hidden, normed, size_t(rows * m.hidden) * 2);
+    linear(m.head, normed, in.logits);
     const long columns = m.head.columns;
     if (in.draws)
       each_row([&](long r) { in.ids[r] = draw_id(in.logits + r * columns, columns, in.draws[r], true, s.drawing[thread]); });
@@ -140,12 +140,26 @@ template <class S> class StepWalk {
   LinearScratch sums;
   const long thread, team;
   long rows;
+  const long most_rows;
+  const bool apart;             // every thread has a residual and norms of its own
+  std::vector<bf16> own_rows;   // they
+  bf16 *residual, *normed;      // (rows, hidden)
   long phase = 0;  // number of the next task counter; equal on all threads
 
   long qkv_width() const { return (m.heads + 2 * m.kv_heads) * m.d; }
   template <class F> void each_row(F body) {
     for (long r = rows * thread / team, end = rows * (thread + 1) / team; r < end; r++) body(r);
     together.wait();
+  }
+  // For what every thread makes for itself where rows are few: that takes less time than to wait for another.
+  template <class F> void each_normed_row(F body) {
+    if (!apart) return each_row(body);
+    for (long r = 0; r < rows; r++) body(r);
+  }
+  void take_apart() {
+    own_rows.resize(size_t(2 * most_rows * m.hidden));
+    memcpy(own_rows.data(), residual, size_t(rows * m.hidden) * 2);
+    residual = own_rows.data(), normed = residual + most_rows * m.hidden;
   }
   // Each thread has its own part of the tasks, in order, so that it reads one stream; then it helps the others.
   template <class F> void each_task(long count, F body) {
@@ -157,8 +171,23 @@ template <class S> class StepWalk {
     together.wait();
   }
   template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) {
-    const LinearRows input{is_quantized(w) ? prepared(w, x) : (const char*)x, input_bytes(w)};
+    const LinearRows input = rows_for(w, x);
     each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, sums, out); });
+  }
+  LinearRows rows_for(const PackedWeights& w, const bf16* x) {
+    return {is_quantized(w) ? prepared(w, x) : (const char*)x, input_bytes(w)};
+  }
+  // gated (rows, inner) = silu(gate) * up of normed * w.
+  void gate_up(const PackedWeights& w, bf16* gated) {
+    if (!gates_in_place(w)) {
+      linear(w, normed, s.wide.data());
+      return each_row([&](long r) {
+        const bf16* gate = s.wide.data() + r * 2 * m.inner;
+        silu_mul_row(gate, gate + m.inner, gated + r * m.inner, m.inner);
+      });
+    }
+    const LinearRows input = rows_for(w, normed);
+    each_task(gated_tasks(w, rows), [&](long i) { gated_task(w, input, rows, i, sums, gated); });
   }
   // Few rows are prepared by every thread for itself, which takes less time than to wait for another.
   const char* prepared(const PackedWeights& w, const bf16* x) {
@@ -196,16 +225,20 @@ template <class S> class StepWalk {
     else std::fill(to, to + m.hidden, bf16());
   }
   void norm(const bf16* x, const bf16* weight, long r) {
-    rms_norm_row(x, weight, float(m.eps), s.normed.data() + r * m.hidden, m.hidden, row.data());
+    rms_norm_row(x, weight, float(m.eps), normed + r * m.hidden, m.hidden, row.data());
   }
-  void add_norm(bf16* residual, const bf16* weight, long r) {
-    add_rms_norm_row(s.mixed.data() + r * m.hidden, residual + r * m.hidden, weight, float(m.eps),
-                     s.normed.data() + r * m.hidden, m.hidden, row.data());
+  void add_norm(const bf16* weight, long r) {
+    add_rms_norm_row(s.mixed.data() + r * m.hidden, residual + r * m.hidden, weight, float(m.eps), normed + r * m.hidden,
+                     m.hidden, row.data());
   }
-  void keep(const bf16* attended, const bf16* residual, long r) {
-    const long from = at.logit_rows[r], width = m.heads * m.d;
-    memcpy(s.qkv.data() + r * width, attended + from * width, width * 2);
-    memcpy(s.kept.data() + r * m.hidden, residual + from * m.hidden, m.hidden * 2);
+  // Rows without logits end here.
+  void keep(const bf16* attended) {
+    const long width = m.heads * m.d;
+    bf16* kept = apart ? normed : s.kept.data();
+    each_normed_row([&](long r) { memcpy(kept + r * m.hidden, residual + at.logit_rows[r] * m.hidden, m.hidden * 2); });
+    each_row([&](long r) { memcpy(s.qkv.data() + r * width, attended + at.logit_rows[r] * width, width * 2); });
+    if (apart) normed = residual;
+    residual = kept;
   }
   Cache<S> cache(long layer) const {
     S* k = (S*)in.pool + layer * in.layer_stride;
