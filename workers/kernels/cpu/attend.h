@@ -2,6 +2,7 @@
 #pragma once
 #include "attention_decode.h"
 #include "attention_int8.h"
+#include "attention_tiles.h"
 
 // First position that a row of the task sees, at a multiple of KEYS; and where the positions end that its rows see alike.
 struct TaskSpan {
@@ -34,10 +35,6 @@ void find_keys(const A& a, const AttentionTask& task, long base, long end, KeyGr
       found.runs[found.num_runs++] = {first, stop - first, scales_of(a.cache.k + page, a.cache.block_size, a.d) + offset,
                                       scales_of(a.cache.v + page, a.cache.block_size, a.d) + offset};
   }
-}
-// Scores (KEYS) of a row become cap * tanh(scale * score / cap).
-inline void cap_scores(float* scores, float scale, float cap) {
-  for (int j = 0; j < KEYS; j++) scores[j] = cap * tanh_(scores[j] * scale / cap);
 }
 // Folds the scores of a group of keys into the rows of a token at `position`.
 template <class Products, class A>
@@ -102,10 +99,58 @@ void attend_with(const Attention<T, S>& a, const AttentionTask& task, const Atte
     for (long i = 0; i < a.d; i++) put(to[i], s.out[r * wide + i] * inverse);
   }
 }
+#ifdef HAS_TILES
+// As attend_with, in tiles of 16 rows. A tree's tokens leave their tiles where they no longer see the same keys.
+inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
+  const TaskSpan span(a, task);
+  const long group = a.group(), rows = span.tokens * group, tiles = (rows + ROWS - 1) / ROWS, token0 = a.query_starts[task.sequence] + task.first;
+  std::vector<std::vector<int32_t>> paths;  // of a tree's tokens
+  for (long t = 0; span.is_tree && t < span.tokens; t++) paths.push_back(a.path_to(task.sequence, int32_t(task.first + t)));
+  const auto query = [&](long r) { return a.q + (token0 + r / group) * a.q_stride + (task.head * group + r % group) * a.d; };
+  const auto output = [&](long r) { return a.out + ((token0 + r / group) * a.heads + task.head * group + r % group) * a.d; };
+  const auto position = [&](long r) { return span.start + (span.is_tree ? long(paths[size_t(r / group)].size()) - 1 : r / group); };
+  const TileRoom room(s, a.d, tiles + (span.is_tree ? (group + ROWS - 1) / ROWS : 0));
+  TiledTask work(a, room);
+  for (long t = 0; t < tiles; t++)
+    work.begin(t, std::min<long>(ROWS, rows - t * ROWS), [&](long l) { return query(t * ROWS + l); }, [&](long l) { return position(t * ROWS + l); });
+  KeyGroup<bf16> groups[2], *now = groups, *then = groups + 1;
+  find_keys(a, task, span.base, span.end, *now);
+  for (long base = span.base; base < span.end; base += KEYS, std::swap(now, then)) {
+    then->count = 0;
+    if (base + KEYS < span.end) {
+      find_keys(a, task, base + KEYS, span.end, *then);
+    } else if (next) {
+      const TaskSpan following(a, *next);
+      find_keys(a, *next, following.base, following.end, *then);
+    }
+    work.fold(0, tiles, *now, *then, base, true);
+  }
+  for (long t = 0; t < long(paths.size()); t++) {
+    const std::vector<int32_t>& path = paths[size_t(t)];
+    const long end = span.start + long(path.size());
+    for (long r = t * group, n; r < (t + 1) * group; r += n) {
+      n = std::min<long>(ROWS, (t + 1) * group - r);
+      work.begin(tiles, n, [&](long l) { return query(r + l); }, [&](long l) { return position(r + l); });
+      for (long l = 0; l < n; l++) work.move((r + l) / ROWS, (r + l) % ROWS, tiles, l);
+      for (long base = span.end; base < end; base += KEYS) {
+        groups[1].count = 0;
+        find_keys(a, task, base, end, groups[0], span.start, path.data());
+        work.fold(tiles, tiles + 1, groups[0], groups[1], base, false);
+      }
+      work.finish(tiles, n, [&](long l) { return output(r + l); });
+    }
+  }
+  for (long t = 0; !span.is_tree && t < tiles; t++)
+    work.finish(t, std::min<long>(ROWS, rows - t * ROWS), [&](long l) { return output(t * ROWS + l); });
+}
+#endif
 inline void attend(const Attention<float>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
   attend_with<WideProducts<float>>(a, task, next, s);
 }
 inline void attend(const Attention<bf16>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
+#ifdef HAS_TILES
+  if (a.in_tiles()) return attend_tiles(a, task, next, s);
+#endif
 #ifdef __AVX512BF16__
   const long rows = TaskSpan(a, task).tokens * a.group();
   if (a.d % 32 == 0 && rows <= FEW_ROWS) return attend_with<FewRowProducts>(a, task, next, s);

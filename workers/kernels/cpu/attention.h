@@ -12,11 +12,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "cache.h"
 #include "gemm.h"
 #include "simd.h"
 
-constexpr int KEYS = 64, TILE_ROWS = 96;
+constexpr int KEYS = 64, TILE_ROWS = 96, LARGE_TILE_ROWS = 384;
 
 template <class T, class S = T> struct Attention {
   using Stored = S;
@@ -31,7 +32,16 @@ template <class T, class S = T> struct Attention {
   float cap = 0.f;  // c: scores become c tanh(score / c); 0: they stay
 
   long group() const { return heads / kv_heads; }
-  long tile_tokens() const { return std::max(1L, TILE_ROWS / group()); }
+  // Whether its products are made in the tile registers of amx.h, whatever the number of rows.
+  bool in_tiles() const {
+#ifdef HAS_TILES
+    static const bool found = can_use_tiles();
+    return found && std::is_same_v<T, bf16> && std::is_same_v<S, bf16> && d % 2 == 0;
+#else
+    return false;
+#endif
+  }
+  long tile_tokens() const { return std::max(1L, (in_tiles() ? LARGE_TILE_ROWS : TILE_ROWS) / group()); }
   long query_len(long s) const { return query_starts[s + 1] - query_starts[s]; }
   bool is_tree(long s) const {
     for (long i = 0, n = parents ? query_len(s) : 0; i < n; i++)
@@ -98,6 +108,8 @@ template <> struct KeyGroup<int8_t> {
 // Private to a thread, sized for one tile.
 struct AttentionScratch {
   std::unique_ptr<float[]> space;  // never read before it is written
+  std::unique_ptr<char[]> tiles;   // of attention_tiles.h
+  size_t tile_bytes = 0;
   float *scores, *out, *max, *sum, *keys, *values, *queries, *weights;  // the last four hold T in any form
   AttentionScratch(long group, long d) {
     long rows = std::max<long>(TILE_ROWS, group), wide = (d + 15) / 16 * 16;
@@ -112,12 +124,22 @@ struct AttentionScratch {
     sum = at, at += rows * 16;  // 16 partial sums a row
     max = at;
   }
+  // Room of at least `bytes`, at a cache line, that lasts until the next call.
+  char* tile_space(size_t bytes) {
+    if (tile_bytes < bytes) tiles.reset(new char[(tile_bytes = bytes) + 64]);
+    return (char*)((uintptr_t(tiles.get()) + 63) / 64 * 64);
+  }
   // The part of `whole` from one row on. element: bytes of a query's and of a weight's.
   AttentionScratch(const AttentionScratch& whole, long row, long wide, size_t element)
       : scores(whole.scores + row * KEYS), out(whole.out + row * wide), max(whole.max + row), sum(whole.sum + row * 16), keys(whole.keys),
         values(whole.values), queries((float*)((char*)whole.queries + size_t(row * wide) * element)),
         weights((float*)((char*)whole.weights + size_t(row * KEYS) * element)) {}
 };
+
+// Scores (KEYS) become cap * tanh(scale * score / cap).
+inline void cap_scores(float* scores, float scale, float cap) {
+  for (int j = 0; j < KEYS; j++) scores[j] = cap * tanh_(scores[j] * scale / cap);
+}
 
 // ---- float products, any storage ----
 template <class S> struct WideProducts {

@@ -262,14 +262,16 @@ template <class S> class StepWalk {
   }
 };
 
+template <class S> std::vector<AttentionTask> step_tasks(const Model& m, const StepLayout& at) {
+  return attention_tasks(Attention<bf16, S>{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.parents, at.num_sequences,
+                                            at.table_width, m.heads, m.kv_heads, m.d, 0, 0.f});
+}
 // False for a message that StepLayout refuses: then nothing has been computed.
 inline bool run_step(const Model& m, const StepInput& in, const int32_t* message, long ints, StepScratch& s, int threads) {
   StepLayout& at = s.layout;
   if (!at.read(message, ints, {in.block_size, in.num_blocks, m.vocab_size, in.num_positions})) return false;
   s.fit(m, std::max(at.tokens, at.num_logits), threads);
-  const Attention<bf16> shape{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.parents, at.num_sequences,
-                              at.table_width, m.heads, m.kv_heads, m.d, 0, 0.f};
-  const auto tasks = attention_tasks(shape);
+  const auto tasks = in.is_int8 ? step_tasks<int8_t>(m, at) : step_tasks<bf16>(m, at);
   std::unique_ptr<Barrier> together;
 #pragma omp parallel num_threads(threads)
   {
