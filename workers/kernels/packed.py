@@ -25,6 +25,7 @@ class WeightFormat(IntEnum):
     INT4 = 2
     BF16_TILES = 3  # columns in the tiles of AMX
     FLOATS = 4  # columns of float32
+    INT8_TILES = 5  # columns in fours of inputs, in the tiles of AMX
 
 
 class PackedWeights(ctypes.Structure):

@@ -1,9 +1,10 @@
-"""Packing of quantized weights for vpdpbusd.
+"""Packing of quantized weights for vpdpbusd and for the tiles of AMX.
 
-Rows enter the products of such a layer as 8-bit integers with a scale for every group of at most 32 inputs
-(as cpu/quant_rows.h says), for every batch size. A group ends where a leaf of the order does and where the
-inputs do that share a scale of the weights: so it is the same one on every rank that may have it. All are
-filled up to 32 inputs with zeros, which costs nothing where the leaves are multiples of 32.
+Rows enter the products of such a layer as integers with a scale for every group of inputs, for every batch
+size: for vpdpbusd of 8 bits in groups of at most 32 (cpu/quant_rows.h), for tiles of 16 bits in groups as
+long as leaves, but for very long ones (cpu/gemm_int8_tiles.h). A group ends where a leaf of the order does
+and where the inputs do that share a scale of the weights: so it is the same one on every rank that may have
+it. All are filled up to multiples of 32 inputs with zeros, which costs nothing where the leaves are such.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ from workers.kernels.packed import NativeLinear, WeightFormat, can_pack
 from workers.kernels.quantized import QuantizedWeight
 from workers.weight_forms import GROUP, Quantization
 
-FORMATS = {Quantization.INT8: WeightFormat.INT8, Quantization.INT4: WeightFormat.INT4}
+_FORMATS = {Quantization.INT8: WeightFormat.INT8, Quantization.INT4: WeightFormat.INT4}
+_TILE_GROUP = 2048  # the most inputs that share a scale of a row: long rows have outliers
 
 
 def can_pack_quantized(library: Library, shape: torch.Size, dtype: torch.dtype) -> bool:
     """Whether this CPU and a weight (out, in) for inputs of `dtype` suit the packed forms."""
     return library.has_quantized and dtype == torch.bfloat16 and can_pack(library, shape, dtype)
+
+
+def quantized_format(library: Library, quantization: Quantization) -> WeightFormat:
+    """The same on every rank."""
+    if quantization is Quantization.INT8 and library.can_use_tiles:
+        return WeightFormat.INT8_TILES
+    return _FORMATS[quantization]
 
 
 def pack_quantized(
@@ -44,10 +53,13 @@ def pack_quantized(
     out_features, in_features = weight.codes.shape
     order = order or one_leaf(in_features)
     assert order.num_inputs == in_features, (order, weight.codes.shape)
-    form = FORMATS[weight.quantization]
-    leaves = [list(_groups(leaf, weight)) for leaf in order.spans]
+    form = quantized_format(library, weight.quantization)
+    most = _TILE_GROUP if form is WeightFormat.INT8_TILES else GROUP
+    leaves = [list(_groups(leaf, weight, most)) for leaf in order.spans]
     groups = [group for leaf in leaves for group in leaf]
-    packed = memory.take(library.quantized_bytes(form, out_features, len(groups)))
+    filled = SumOrder(tuple(sum(map(_filled_width, leaf)) for leaf in leaves), order.joins, GROUP)
+    pieces = filled.num_inputs // GROUP
+    packed = memory.take(library.quantized_bytes(form, out_features, pieces))
     codes, scales, minima = _filled(weight.codes, groups), weight.scales, weight.minima
     if minima is not None:
         shared = torch.tensor([(weight.offset + group.start) // GROUP for group in groups])
@@ -55,9 +67,8 @@ def pack_quantized(
     scales = scales.contiguous()
     library.pack_quantized(
         *(form, codes.data_ptr(), scales.data_ptr(), None if minima is None else minima.data_ptr()),
-        *(out_features, len(groups), packed.data_ptr(), torch.get_num_threads()),
+        *(out_features, pieces, packed.data_ptr(), torch.get_num_threads()),
     )
-    filled = SumOrder(tuple(len(leaf) * GROUP for leaf in leaves), order.joins, GROUP)
     return NativeLinear(
         library=library,
         format=form,
@@ -72,22 +83,28 @@ def pack_quantized(
     )
 
 
-def _groups(leaf: range, weight: QuantizedWeight) -> Iterator[range]:
-    """The inputs of each group of a leaf."""
+def _groups(leaf: range, weight: QuantizedWeight, most: int) -> Iterator[range]:
+    """The inputs of each group of a leaf: `most`, fewer at borders."""
     at = leaf.start
     while at < leaf.stop:
         before = 0 if weight.minima is None else (weight.offset + at) % GROUP
-        end = min(at + GROUP - before, leaf.stop)
+        end = min(at + most - before, leaf.stop)
         yield range(at, end)
         at = end
 
 
+def _filled_width(group: range) -> int:
+    return -(-len(group) // GROUP) * GROUP
+
+
 def _filled(codes: torch.Tensor, groups: list[range]) -> torch.Tensor:
-    """codes (out, in) -> (out, groups * 32), zeros behind the inputs of each group."""
+    """codes (out, in) -> (out, filled in), zeros behind the inputs of each group."""
     in_features = codes.shape[1]
-    if all(len(group) == GROUP for group in groups[:-1]):
+    if all(len(group) % GROUP == 0 for group in groups[:-1]):
         return F.pad(codes, (0, -in_features % GROUP)).contiguous()
     places = [
-        i if i in group else in_features for group in groups for i in range(group.start, group.start + GROUP)
+        i if i in group else in_features
+        for group in groups
+        for i in range(group.start, group.start + _filled_width(group))
     ]
     return F.pad(codes, (0, 1))[:, torch.tensor(places)]

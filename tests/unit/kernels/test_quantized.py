@@ -18,8 +18,8 @@ from workers.kernels import (
     one_leaf,
 )
 from workers.kernels.native import CpuKernels
-from workers.kernels.packed import NativeLinear
-from workers.kernels.packed_quantized import FORMATS
+from workers.kernels.packed import NativeLinear, WeightFormat
+from workers.kernels.packed_quantized import quantized_format
 from workers.kernels.quantized import quantize
 from workers.weight_forms import GROUP
 
@@ -37,9 +37,10 @@ def make_weight(out_features: int, in_features: int) -> torch.Tensor:
 
 def packed_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, form: Quantization
-) -> PackedLinear:
+) -> NativeLinear:
     linear = kernels_for(CPU, torch.bfloat16).pack_linear(weight, bias, out_dtype, form)
-    assert isinstance(linear, NativeLinear) and linear.format is FORMATS[form]
+    assert isinstance(linear, NativeLinear)
+    assert linear.format is quantized_format(linear.library, form)
     return linear
 
 
@@ -86,12 +87,15 @@ def test_weights_beyond_half_precision_are_refused() -> None:
     assert quantize(weight, Quantization.INT8).codes.tolist() == [[-127, 0]]
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x (rows, in) bfloat16 as the packed products take it: 8 bits, a scale for every group. float64."""
-    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+def rounded(x: torch.Tensor, linear: NativeLinear) -> torch.Tensor:
+    """x (rows, in) bfloat16 as the packed products take it: 8 bits, a scale for every 32; of tiles 16, and one
+    scale. float64."""
+    is_tiled = linear.format is WeightFormat.INT8_TILES
+    width, most = (x.shape[1], 127 * 256) if is_tiled else (GROUP, 127)
+    groups = F.pad(x.float(), (0, -x.shape[1] % width)).unflatten(1, (-1, width))
     largest = groups.abs().amax(2, keepdim=True)
-    inverse = torch.where(largest < 1e-30, 0.0, torch.full_like(largest, 127) / largest)
-    values = (groups * inverse).round().double() * (largest / 127).double()
+    inverse = torch.where(largest < 1e-30, 0.0, torch.full_like(largest, most) / largest)
+    values = (groups * inverse).round().double() * (largest / most).double()
     return values.flatten(1)[:, : x.shape[1]]
 
 
@@ -108,7 +112,7 @@ def test_products(form: Quantization, out_features: int, in_features: int) -> No
         x = torch.randn(rows, in_features).bfloat16()
         found = linear(x)
         assert found.shape == (rows, out_features) and found.dtype == torch.float32
-        error = (found - (rounded(x) @ values.T + bias.double())).abs()
+        error = (found - (rounded(x, linear) @ values.T + bias.double())).abs()
         sizes = x.double().abs() @ values.abs().T + bias.double().abs()
         assert bool((error <= sizes * (2 + in_features / GROUP) * 2**-22).all())
         assert torch.equal(rounding(x), found.bfloat16())
@@ -122,9 +126,13 @@ def test_an_outlier_costs_its_own_group_only(form: Quantization) -> None:
     values = quantize(weight, form).values().double()
     x[1, 40] = 1000.0
     error = (linear(x) - x.double() @ values.T).abs()
-    half_steps = x.double().abs().unflatten(1, (-1, GROUP)).amax(2) / 254
-    allowed = half_steps @ values.abs().unflatten(1, (-1, GROUP)).sum(2).T
-    assert bool((error <= allowed * 1.01).all()) and float(half_steps[1, [0, 2]].max()) < 0.02
+    if linear.format is WeightFormat.INT8_TILES:  # a group is as long as the row, a step smaller
+        half_steps = x.double().abs().amax(1, keepdim=True) / (2 * 127 * 256)
+        allowed = half_steps @ values.abs().sum(1)[None]
+    else:
+        half_steps = x.double().abs().unflatten(1, (-1, GROUP)).amax(2) / 254
+        allowed = half_steps @ values.abs().unflatten(1, (-1, GROUP)).sum(2).T
+    assert bool((error <= allowed * 1.01).all()) and float(half_steps[1, [0, -1]].max()) < 0.02
 
 
 @needs_packed
@@ -147,7 +155,7 @@ def test_rows_of_any_size_and_strided(form: Quantization) -> None:
     x = torch.randn(6, 64)
     for size in (1e-20, 1.0, 1e20, 1e30):
         rows = (x * size).bfloat16()
-        wanted = (rounded(rows) / size @ values.double().T).float()
+        wanted = (rounded(rows, linear) / size @ values.double().T).float()
         torch.testing.assert_close(linear(rows) / size, wanted, atol=1e-5, rtol=1e-5)
     assert torch.equal(linear(torch.zeros(1, 64).bfloat16()), torch.zeros(1, 48))
     assert torch.equal(linear(torch.full((1, 64), 1e-38).bfloat16()), torch.zeros(1, 48))

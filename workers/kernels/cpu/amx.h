@@ -4,7 +4,7 @@
 // The instructions are written out because the intrinsics of GCC 12 hide from the compiler which memory they read
 // (stores before them may be dropped) and want literal register numbers.
 #pragma once
-#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) || defined(SOFTWARE_TILES))
+#if defined(__AVX512BF16__) && (defined(__AMX_BF16__) && defined(__AMX_INT8__) || defined(SOFTWARE_TILES))
 #define HAS_TILES
 #include <cstddef>
 #include <cstdint>
@@ -28,7 +28,7 @@ struct alignas(64) TileShapes {
 // permission holds for all threads; ask before they start.
 inline bool can_use_tiles() {
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
 // The registers of the calling thread in some shapes. One at a time on a thread. They stay as they are until other shapes
@@ -59,6 +59,8 @@ class Tiles {
   }
   // C (rows, columns) float += A (rows, pairs) bf16 * B (pairs, columns) pairs of bf16.
   template <int C, int A, int B> void multiply() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B)); }
+  // C (rows, columns) int32 += A (rows, quads) int8 * B (quads, columns) fours of int8, modulo 2^32.
+  template <int C, int A, int B> void multiply_bytes() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B)); }
 
  private:
   static inline thread_local TileShapes current;

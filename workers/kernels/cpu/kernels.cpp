@@ -186,7 +186,7 @@ void tandem_linear(const PackedWeights* weights, const void* x, long x_stride, l
   LinearRows input{(const char*)x, size_t(x_stride)};
   if (is_quantized(*weights)) {
     const size_t bytes = input_bytes(*weights);
-    char* prepared = row_scratch<char>(rows * long(bytes));
+    char* prepared = (char*)row_scratch<CacheLine>(rows * long(bytes) / 64 + 1);
     for_rows(rows, 8 * weights->k, threads, [&](long r) { prepare_row(*weights, (const bf16*)((const char*)x + r * x_stride), prepared + size_t(r) * bytes); });
     input = {prepared, bytes};
   }
@@ -199,7 +199,7 @@ void tandem_linear(const PackedWeights* weights, const void* x, long x_stride, l
 // Bytes of a packed matrix of n outputs in a quantized format.
 long tandem_quantized_bytes(int format, long n, long groups) {
   const Units units{size_t(n), size_t(groups) * GROUP};
-  return long(units.first(units.count()) * quantized_column_bytes(format, size_t(groups)));
+  return long(units.first(units.count()) * quantized_column_bytes(format, size_t(groups)) + quantized_behind(format));
 }
 // codes (n, groups, 32): int8, or uint8 for INT4. scales (n,) float; for INT4 scales and minima (n, groups) as halves.
 void tandem_pack_quantized(int format, const void* codes, const void* scales, const void* minima, long n, long groups, char* packed, int threads) {
@@ -209,6 +209,10 @@ void tandem_pack_quantized(int format, const void* codes, const void* scales, co
     char* unit = packed + first * quantized_column_bytes(format, size_t(groups));
     if (format == INT4)
       Int4::pack((const uint8_t*)codes, (const uint16_t*)scales, (const uint16_t*)minima, units.columns, first, size_t(groups), units.vecs(size_t(u)), unit);
+#ifdef HAS_TILES
+    else if (format == INT8_TILES)
+      Int8Tiles::pack((const int8_t*)codes, (const float*)scales, units.columns, first, size_t(groups), units.vecs(size_t(u)), unit);
+#endif
     else Int8::pack((const int8_t*)codes, (const float*)scales, units.columns, first, size_t(groups), units.vecs(size_t(u)), unit);
   });
 }

@@ -10,9 +10,10 @@
 #define HAS_QUANTIZED
 #include "gemm_int4.h"
 #include "gemm_int8.h"
+#include "gemm_int8_tiles.h"
 #endif
 
-enum WeightFormat : long { BF16_PAIRS = 0, INT8 = 1, INT4 = 2, BF16_TILES = 3, FLOATS = 4 };
+enum WeightFormat : long { BF16_PAIRS = 0, INT8 = 1, INT4 = 2, BF16_TILES = 3, FLOATS = 4, INT8_TILES = 5 };
 
 // Mirrored by workers/kernels/packed.py.
 struct PackedWeights {
@@ -44,23 +45,47 @@ class LinearScratch {
   size_t size = 0;
 };
 
-// Rows of an input in the form that the products of a format take, `stride` bytes apart.
+// Rows of an input in the form that the products of a format take, `stride` bytes apart. Prepared ones lie in whole lines.
+struct alignas(64) CacheLine {
+  char bytes[64];
+};
 struct LinearRows {
   const char* first;
   size_t stride;
 };
 // Quantized weights want rows made by prepare_row; others take rows of their own kind as they are.
-inline bool is_quantized(const PackedWeights& w) { return w.format == INT8 || w.format == INT4; }
+inline bool is_quantized(const PackedWeights& w) { return w.format == INT8 || w.format == INT4 || w.format == INT8_TILES; }
 inline size_t element_bytes(long format) { return format == FLOATS ? 4 : 2; }
 inline Units units_of(const PackedWeights& w) { return {size_t(w.columns), size_t(w.k), element_bytes(w.format)}; }
 #ifdef HAS_QUANTIZED
-inline size_t input_bytes(const PackedWeights& w) { return is_quantized(w) ? row_bytes(size_t(w.groups)) : size_t(w.k) * element_bytes(w.format); }
-inline void prepare_row(const PackedWeights& w, const bf16* x, char* row) { quantize_row(x, w.widths, size_t(w.groups), row); }
-
-inline size_t quantized_column_bytes(long format, size_t groups) {
-  return format == INT4 ? Int4::column_bytes(groups) : Int8::column_bytes(groups);
+#ifdef HAS_TILES
+inline ByteRows byte_rows(const PackedWeights& w) { return {w.widths, size_t(w.groups)}; }
+#endif
+inline size_t input_bytes(const PackedWeights& w) {
+#ifdef HAS_TILES
+  if (w.format == INT8_TILES) return 2 * byte_rows(w).half_bytes();
+#endif
+  return is_quantized(w) ? row_bytes(size_t(w.groups)) : size_t(w.k) * element_bytes(w.format);
 }
+inline void prepare_row(const PackedWeights& w, const bf16* x, char* row) {
+#ifdef HAS_TILES
+  if (w.format == INT8_TILES) return byte_rows(w).quantize(x, row);
+#endif
+  quantize_row(x, w.widths, size_t(w.groups), row);
+}
+
+// groups: of 32 inputs, filled up.
+inline size_t quantized_column_bytes(long format, size_t groups) {
+  return format == INT4 ? Int4::column_bytes(groups) : Int8::column_bytes(groups);  // of INT8_TILES as of INT8
+}
+inline size_t quantized_behind(long format) { return format == INT8_TILES ? 1024 : 0; }  // bytes behind the last unit that may be read
 inline void quantized_sums(const PackedWeights& w, const Units& units, size_t u, const char* rows, size_t count, bool fetch, float* sums) {
+#ifdef HAS_TILES
+  if (w.format == INT8_TILES) {
+    const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, size_t(w.order.inputs()) / GROUP);
+    return Int8Tiles::unit_sums(byte_rows(w), rows, count, w.order, unit, units.vecs(u), sums);
+  }
+#endif
   const size_t groups = size_t(w.groups);
   const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, groups);
   if (w.format == INT4) quantized_unit<Int4>(rows, count, groups, w.order, unit, units.vecs(u), fetch, sums);

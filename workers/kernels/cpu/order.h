@@ -11,6 +11,11 @@ struct Leaf {
 struct SumOrder {
   const Leaf* leaves;
   long count;
+  long inputs() const {
+    long n = 0;
+    for (long l = 0; l < count; l++) n += leaves[l].inputs;
+    return n;
+  }
   long nodes() const {
     long n = count;
     for (long l = 0; l < count; l++) n -= leaves[l].joins;

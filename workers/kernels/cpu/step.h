@@ -61,7 +61,7 @@ struct StepScratch {
   StepLayout layout;
   std::vector<bf16> residual, normed, qkv, attended, wide, mixed, kept;
   std::vector<float> nodes;    // of this rank (nodes, rows, hidden)
-  std::vector<char> prepared;  // rows for quantized weights, of one linear at a time
+  std::vector<CacheLine> prepared;  // rows for quantized weights, of one linear at a time
   std::vector<DrawScratch> drawing;  // of each thread
   std::unique_ptr<std::atomic<long>[]> counters;
   long num_counters = 0;
@@ -77,7 +77,7 @@ struct StepScratch {
     auto consider = [&](const PackedWeights& w) { if (is_quantized(w)) row_bytes = std::max(row_bytes, input_bytes(w)); };
     for (long l = 0; l < m.num_layers; l++) consider(m.layers[l].qkv), consider(m.layers[l].output), consider(m.layers[l].up), consider(m.layers[l].down);
     consider(m.head);
-    if (prepared.size() < size_t(tokens) * row_bytes) prepared.resize(size_t(tokens) * row_bytes);
+    if (const size_t wanted = size_t(tokens) * row_bytes / 64 + 1; prepared.size() < wanted) prepared.resize(wanted);
     if (long(drawing.size()) < team) drawing.resize(team);
     const long wanted = (m.num_layers + 1) * 5 * team;
     if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
@@ -135,7 +135,7 @@ template <class S> class StepWalk {
   const std::vector<AttentionTask>& tasks;
   Barrier& together;
   std::vector<float> row;
-  std::vector<char> own;  // rows prepared for quantized weights
+  std::vector<CacheLine> own;  // rows prepared for quantized weights
   AttentionScratch attention;
   LinearScratch sums;
   const long thread, team;
@@ -193,12 +193,13 @@ template <class S> class StepWalk {
   const char* prepared(const PackedWeights& w, const bf16* x) {
     const size_t bytes = input_bytes(w);
     if (rows <= team) {
-      if (own.size() < size_t(rows) * bytes) own.resize(size_t(rows) * bytes);
-      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, own.data() + size_t(r) * bytes);
-      return own.data();
+      if (const size_t wanted = size_t(rows) * bytes / 64 + 1; own.size() < wanted) own.resize(wanted);
+      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, (char*)own.data() + size_t(r) * bytes);
+      return (const char*)own.data();
     }
-    each_row([&](long r) { prepare_row(w, x + r * w.k, s.prepared.data() + size_t(r) * bytes); });
-    return s.prepared.data();
+    char* all = (char*)s.prepared.data();
+    each_row([&](long r) { prepare_row(w, x + r * w.k, all + size_t(r) * bytes); });
+    return all;
   }
   // s.mixed (rows, hidden) = x * w, of all ranks. False as of add_up.
   bool mix(const PackedWeights& w, const bf16* x, const NodeOrder& order, const float* bias) {

@@ -1,0 +1,166 @@
+// Products of rows of 16-bit integers with columns of 8-bit weights that share one scale a column, in the tile registers
+// of amx.h.
+//
+// Every group of inputs of a row has a scale: value = scale * (256 * upper + lower), both bytes with a sign, half to even.
+// A group is a leaf of order.h or, of a leaf of more than 2,048 inputs, a part of it (packed_quantized.py): so it is the
+// same one on every rank that may have it. Both bytes are rows of a tile: its sums are integers, exact in any order and
+// far from 2^31 (2,048 * 128 * 127 < 2^25). Groups of a leaf add up as floats, leaves in the order of order.h. So a row's
+// result depends neither on its neighbours nor on which rank has which inputs.
+//
+// Packed columns: the units of gemm.h; in a unit, 32 columns after 32 columns, the groups one after the other, filled up
+// with zeros to 32 inputs, of each [inputs / 4][column][4]; then the float scales of the columns. Two tiles take 64 inputs,
+// and what lies behind where 32 are left, as rows have zeros there: 1 KiB behind the last unit is read too.
+#pragma once
+#include "amx.h"
+#ifdef HAS_TILES
+#include "gemm.h"
+#include "quant_rows.h"
+
+constexpr size_t BYTE_INPUTS = 64, BYTE_ROWS = 8;  // inputs and rows that fill a tile: 16 rows of bytes
+constexpr float BYTES_END = 127 * 256;             // what the largest value of a group becomes
+
+inline size_t rounded_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+// Rows as the tiles take them: [scales, to a whole cache line | upper bytes], then [unused | lower bytes].
+struct ByteRows {
+  const long* widths;  // inputs of each group
+  size_t groups;
+  size_t codes_at() const { return rounded_up(groups * sizeof(float), 64); }
+  size_t half_bytes() const {
+    size_t bytes = codes_at();
+    for (size_t g = 0; g < groups; g++) bytes += rounded_up(size_t(widths[g]), BYTE_INPUTS);
+    return bytes;
+  }
+
+  // A value that is not finite makes its group's scale NaN or infinite, and with it every product of the row.
+  void quantize(const bf16* x, char* row) const {
+    float* scales = (float*)row;
+    char *upper = row + codes_at(), *lower = upper + half_bytes();
+    for (size_t g = 0; g < groups; x += widths[g++]) {
+      const long width = widths[g];
+      __m512i magnitudes = _mm512_setzero_si512();
+      for (long i = 0; i < width; i += 32) magnitudes = _mm512_max_epu16(magnitudes, _mm512_and_si512(values(x, i, width), _mm512_set1_epi16(0x7fff)));
+      const float max = widen(largest_of(magnitudes));
+      const bool is_zero = max < TOO_SMALL;
+      const __m512 inverse = _mm512_set1_ps(is_zero ? 0.f : BYTES_END / max);
+      scales[g] = is_zero ? 0.f : max / BYTES_END;
+      for (long i = 0, end = long(rounded_up(size_t(width), BYTE_INPUTS)); i < end; i += 32, upper += 32, lower += 32) {
+        const __m512i x32 = values(x, i, width);
+        const __m256i first = _mm512_cvtepi32_epi16(scaled_codes(_mm512_castsi512_si256(x32), inverse));
+        const __m256i second = _mm512_cvtepi32_epi16(scaled_codes(_mm512_extracti64x4_epi64(x32, 1), inverse));
+        const __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+        // The lower byte counts from -128 to 127, so the upper one is that of the nearest multiple of 256.
+        _mm256_storeu_si256((__m256i*)upper, _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(codes, _mm512_set1_epi16(128)), 8)));
+        _mm256_storeu_si256((__m256i*)lower, _mm512_cvtepi16_epi8(codes));
+      }
+    }
+  }
+
+ private:
+  static __m512i values(const bf16* x, long i, long width) {  // 32 from i on, zeros from `width` on
+    const long left = width - i;
+    return left >= 32 ? _mm512_loadu_si512(x + i) : _mm512_maskz_loadu_epi16(left > 0 ? (1u << left) - 1 : 0, x + i);
+  }
+};
+
+struct Int8Tiles {
+  // codes (N, groups, 32) in -127..127, scales (N,); columns from N on are zero.
+  static void pack(const int8_t* codes, const float* scales, size_t columns, size_t first, size_t groups, int vecs, char* unit) {
+    const size_t width = size_t(vecs) * 16, inputs = groups * GROUP;
+    float* to = (float*)(unit + width * inputs);
+    memset(unit, 0, width * inputs);
+    for (size_t j = 0; j < width; j++) {
+      to[j] = first + j < columns ? scales[first + j] : 0.f;
+      if (first + j >= columns) continue;
+      const int8_t* from = codes + (first + j) * inputs;
+      char* column = unit + j / 32 * 32 * inputs + j % 32 * 4;
+      for (size_t k = 0; k < inputs; k += 4) memcpy(column + k * 32, from + k, 4);
+    }
+  }
+
+  // Rows of bytes from a0 on, with TWO as many from a1 on, times 32 columns at b: sums (16, 32), then those of a1. With
+  // FETCH the columns come from memory.
+  template <bool TWO, bool FETCH>
+  static void block(Tiles& tiles, const char* a0, const char* a1, size_t a_row, size_t inputs, const char* b, int32_t* sums) {
+    tiles.zero<0>(), tiles.zero<1>();
+    if constexpr (TWO) tiles.zero<2>(), tiles.zero<3>();
+    for (size_t k = 0; k < inputs; k += BYTE_INPUTS, a0 += 64, a1 += 64, b += 2048) {
+      if constexpr (FETCH) {
+#pragma GCC unroll 32
+        for (size_t i = 0; i < 2048; i += 64) _mm_prefetch(b + 1024 + i, _MM_HINT_T0);
+      }
+      tiles.load<6>(b, 128);
+      tiles.load<7>(b + 64, 128);
+      tiles.load<4>(a0, a_row);
+      tiles.multiply_bytes<0, 4, 6>();
+      tiles.multiply_bytes<1, 4, 7>();
+      if constexpr (TWO) {
+        tiles.load<5>(a1, a_row);
+        tiles.multiply_bytes<2, 5, 6>();
+        tiles.multiply_bytes<3, 5, 7>();
+      }
+    }
+    tiles.store<0>(sums, 128);
+    tiles.store<1>(sums + 16, 128);
+    if constexpr (TWO) {
+      tiles.store<2>(sums + 512, 128);
+      tiles.store<3>(sums + 528, 128);
+    }
+  }
+
+  // Where the sums of a row's group go: `first`: over what is there; `last`: times the scales of the columns, and then as
+  // in Target of gemm.h.
+  struct Group {
+    bool first, last;
+    long joins;
+    size_t level;
+    const float* scales;
+  };
+  // 32 columns of a row: sums of its upper, then of its lower bytes.
+  static void finish(const int32_t* sums, float scale, const Group& group, float* to) {
+    for (size_t v = 0; v < 32; v += 16) {
+      const __m512 upper = _mm512_cvtepi32_ps(_mm512_load_si512(sums + v)), lower = _mm512_cvtepi32_ps(_mm512_load_si512(sums + 32 + v));
+      const __m512 both = _mm512_fmadd_ps(upper, _mm512_set1_ps(256.f), lower), by = _mm512_set1_ps(scale);
+      __m512 total = group.first ? _mm512_mul_ps(both, by) : _mm512_fmadd_ps(both, by, _mm512_loadu_ps(to + v));
+      float* at = to + v;
+      if (group.last) total = _mm512_mul_ps(total, _mm512_loadu_ps(group.scales + v));
+      for (long j = 0; j < group.joins; j++) at -= group.level, total = _mm512_add_ps(_mm512_loadu_ps(at), total);
+      _mm512_storeu_ps(at, total);
+    }
+  }
+
+  // Rows made by ByteRows times a unit, as quantized_unit of quant_rows.h; at most CHUNK_ROWS rows. More than BYTE_ROWS go in
+  // blocks of so many, the last of which may start inside the one before.
+  static void unit_sums(const ByteRows& form, const char* rows, size_t count, const SumOrder& order, const char* unit, int vecs, float* sums) {
+    alignas(64) int32_t products[2 * 16 * 32];
+    const size_t half = form.half_bytes(), block_rows = std::min(count, BYTE_ROWS), blocks = (count + BYTE_ROWS - 1) / BYTE_ROWS;
+    const float* scales = (const float*)(unit + vecs * 16 * order.inputs());
+    TileShapes shapes;
+    for (int t = 0; t < 6; t++) shapes.set(t, int(2 * block_rows), 64);  // sums and rows
+    for (int t = 6; t < 8; t++) shapes.set(t, 16, 64);
+    Tiles tiles(shapes);
+    const auto first = [&](size_t block) { return std::min(block * BYTE_ROWS, count - block_rows); };
+    for (int v = 0; v < vecs; v += 2, sums += 32, scales += 32) {
+      const char* a = rows + form.codes_at();
+      float* to = sums;
+      size_t g = 0;
+      for (long l = 0; l < order.count; to += long(count * UNIT) * (1 - order.leaves[l++].joins))
+        for (long left = order.leaves[l].inputs, all = left; left > 0; g++) {
+          const size_t width = rounded_up(size_t(form.widths[g]), GROUP), deep = rounded_up(width, BYTE_INPUTS);
+          const bool is_first = left == all, is_last = (left -= long(width)) == 0;
+          const Group group{is_first, is_last, is_last ? order.leaves[l].joins : 0, count * UNIT, scales};
+          for (size_t i = 0; i < blocks; i += 2) {
+            const bool two = i + 1 < blocks;
+            const char *a0 = a + first(i) * 2 * half, *a1 = two ? a + first(i + 1) * 2 * half : a0;
+            const auto run = i ? (two ? block<true, false> : block<false, false>) : two ? block<true, true> : block<false, true>;
+            run(tiles, a0, a1, half, deep, unit, products);
+            for (size_t j = i; j < std::min(i + 2, blocks); j++)
+              for (size_t r = j * BYTE_ROWS; r < std::min(count, (j + 1) * BYTE_ROWS); r++)
+                finish(products + (j - i) * 512 + (r - first(j)) * 64, ((const float*)(rows + r * 2 * half))[g], group, to + r * UNIT);
+          }
+          a += deep, unit += width * 32;
+        }
+    }
+  }
+};
+#endif
