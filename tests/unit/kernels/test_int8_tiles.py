@@ -48,7 +48,7 @@ def in_tile_order(x: torch.Tensor, weight: QuantizedWeight, order: SumOrder) -> 
             span = slice(start, min(start + MOST, leaf.stop))
             values, weights = x[:, span].float(), weight.codes[:, span].double()
             largest = values.abs().amax(1, keepdim=True)
-            both = (values * (127 * 256 / largest)).round()
+            both = (values * (torch.full_like(largest, 127 * 256) / largest)).round()
             upper = ((both + 128) / 256).floor()
             lower = both - 256 * upper
             assert float(lower.abs().max()) <= 128 and float(upper.abs().max()) <= 127

@@ -78,10 +78,10 @@ struct Int8Tiles {
     }
   }
 
-  // Rows of bytes from a0 on, with TWO as many from a1 on, times 32 columns at b: sums (16, 32), then those of a1. With
-  // FETCH the columns come from memory.
+  // Rows of bytes from a0 on, with TWO as many from a1 on, times 32 columns at b: sums in tiles 0 to 3. With FETCH the
+  // columns come from memory.
   template <bool TWO, bool FETCH>
-  static void block(Tiles& tiles, const char* a0, const char* a1, size_t a_row, size_t inputs, const char* b, int32_t* sums) {
+  static void block(Tiles& tiles, const char* a0, const char* a1, size_t a_row, size_t inputs, const char* b) {
     tiles.zero<0>(), tiles.zero<1>();
     if constexpr (TWO) tiles.zero<2>(), tiles.zero<3>();
     for (size_t k = 0; k < inputs; k += BYTE_INPUTS, a0 += 64, a1 += 64, b += 2048) {
@@ -100,39 +100,53 @@ struct Int8Tiles {
         tiles.multiply_bytes<3, 5, 7>();
       }
     }
+  }
+  // Both sums (16, 32), one behind the other.
+  static void store(Tiles& tiles, bool two, int32_t* sums) {
     tiles.store<0>(sums, 128);
     tiles.store<1>(sums + 16, 128);
-    if constexpr (TWO) {
+    if (two) {
       tiles.store<2>(sums + 512, 128);
       tiles.store<3>(sums + 528, 128);
     }
   }
 
-  // Where the sums of a row's group go: `first`: over what is there; `last`: times the scales of the columns, and then as
-  // in Target of gemm.h.
-  struct Group {
-    bool first, last;
-    long joins;
+  // Sums of a group in tiles become sums of floats: 32 columns of the rows from `begin` to `end`, in blocks that start at
+  // `starts`, one or two.
+  struct Finish {
+    size_t begin, end, starts[2];
+    bool first, last;  // group of its leaf: over what is there; times the scales of the columns, and then joined
+    long joins;        // as in Target of gemm.h, as `level`
     size_t level;
-    const float* scales;
-  };
-  // 32 columns of a row: sums of its upper, then of its lower bytes.
-  static void finish(const int32_t* sums, float scale, const Group& group, float* to) {
-    for (size_t v = 0; v < 32; v += 16) {
-      const __m512 upper = _mm512_cvtepi32_ps(_mm512_load_si512(sums + v)), lower = _mm512_cvtepi32_ps(_mm512_load_si512(sums + 32 + v));
-      const __m512 both = _mm512_fmadd_ps(upper, _mm512_set1_ps(256.f), lower), by = _mm512_set1_ps(scale);
-      __m512 total = group.first ? _mm512_mul_ps(both, by) : _mm512_fmadd_ps(both, by, _mm512_loadu_ps(to + v));
-      float* at = to + v;
-      if (group.last) total = _mm512_mul_ps(total, _mm512_loadu_ps(group.scales + v));
-      for (long j = 0; j < group.joins; j++) at -= group.level, total = _mm512_add_ps(_mm512_loadu_ps(at), total);
-      _mm512_storeu_ps(at, total);
+    const float *row_scales, *column_scales;
+    size_t row_stride;  // of row_scales, in floats
+    float* to;
+
+    void operator()(const int32_t* products) const {
+      for (size_t r = begin; r < end; r++) {
+        const size_t block = (r - begin) / BYTE_ROWS;
+        const int32_t* sums = products + block * 512 + (r - starts[block]) * 64;  // of the upper, then of the lower bytes
+        const __m512 scale = _mm512_set1_ps(row_scales[r * row_stride]);
+#pragma GCC unroll 2
+        for (size_t v = 0; v < 32; v += 16) {
+          const __m512 upper = _mm512_cvtepi32_ps(_mm512_load_si512(sums + v)), lower = _mm512_cvtepi32_ps(_mm512_load_si512(sums + 32 + v));
+          const __m512 both = _mm512_fmadd_ps(upper, _mm512_set1_ps(256.f), lower);
+          float* at = to + r * UNIT + v;
+          __m512 total = first ? _mm512_mul_ps(both, scale) : _mm512_fmadd_ps(both, scale, _mm512_loadu_ps(at));
+          if (last) total = _mm512_mul_ps(total, _mm512_loadu_ps(column_scales + v));
+          for (long j = 0; j < joins; j++) at -= level, total = _mm512_add_ps(_mm512_loadu_ps(at), total);
+          _mm512_storeu_ps(at, total);
+        }
+      }
     }
-  }
+  };
 
   // Rows made by ByteRows times a unit, as quantized_unit of quant_rows.h; at most CHUNK_ROWS rows. More than BYTE_ROWS go in
-  // blocks of so many, the last of which may start inside the one before.
+  // blocks of so many, two at a time, the last of which may start inside the one before. What tiles leave is finished
+  // while the next ones are at work, before these store theirs: loads would wait for stores in front of them.
   static void unit_sums(const ByteRows& form, const char* rows, size_t count, const SumOrder& order, const char* unit, int vecs, float* sums) {
     alignas(64) int32_t products[2 * 16 * 32];
+    Finish pending{};
     const size_t half = form.half_bytes(), block_rows = std::min(count, BYTE_ROWS), blocks = (count + BYTE_ROWS - 1) / BYTE_ROWS;
     const float* scales = (const float*)(unit + vecs * 16 * order.inputs());
     TileShapes shapes;
@@ -148,19 +162,20 @@ struct Int8Tiles {
         for (long left = order.leaves[l].inputs, all = left; left > 0; g++) {
           const size_t width = rounded_up(size_t(form.widths[g]), GROUP), deep = rounded_up(width, BYTE_INPUTS);
           const bool is_first = left == all, is_last = (left -= long(width)) == 0;
-          const Group group{is_first, is_last, is_last ? order.leaves[l].joins : 0, count * UNIT, scales};
           for (size_t i = 0; i < blocks; i += 2) {
             const bool two = i + 1 < blocks;
             const char *a0 = a + first(i) * 2 * half, *a1 = two ? a + first(i + 1) * 2 * half : a0;
             const auto run = i ? (two ? block<true, false> : block<false, false>) : two ? block<true, true> : block<false, true>;
-            run(tiles, a0, a1, half, deep, unit, products);
-            for (size_t j = i; j < std::min(i + 2, blocks); j++)
-              for (size_t r = j * BYTE_ROWS; r < std::min(count, (j + 1) * BYTE_ROWS); r++)
-                finish(products + (j - i) * 512 + (r - first(j)) * 64, ((const float*)(rows + r * 2 * half))[g], group, to + r * UNIT);
+            run(tiles, a0, a1, half, deep, unit);
+            pending(products);
+            store(tiles, two, products);
+            pending = {i * BYTE_ROWS, std::min(count, (i + 2) * BYTE_ROWS), {first(i), first(i + 1)}, is_first, is_last,
+                       is_last ? order.leaves[l].joins : 0, count * UNIT, (const float*)rows + g, scales, half / 2, to};
           }
           a += deep, unit += width * 32;
         }
     }
+    pending(products);
   }
 };
 #endif
