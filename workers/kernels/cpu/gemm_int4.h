@@ -46,6 +46,7 @@ struct Int4 {
       for (int v = 0; v < VECS; v++) total[r][v] = _mm512_setzero_ps();
     const char* at = span.columns + v0 * 64;
     for (const RowGroup *x = span.rows, *end = x + span.groups; x < end; x++, at += width * GROUP_BYTES, ahead += LINES * 64) {
+#pragma GCC unroll 20
       for (int i = 0; i < LINES; i++) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
       __m512i sum[ROWS][VECS];
 #pragma GCC unroll 6
