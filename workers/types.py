@@ -172,9 +172,10 @@ class StageTimes:
     compute_s: float  # from its admission on
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenChunk:
-    """What a group says of one choice after a step: new tokens, and the end when it has come.
+    """What a group says of one choice after a step: new tokens, and the end when it has come. Nobody changes
+    it; it is not frozen, as that would take three times as long for every token.
 
     A beam search says two things: that its prompt is computed, in a chunk of choice 0 without tokens, and at
     its end all the rest.

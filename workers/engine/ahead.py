@@ -115,16 +115,17 @@ class Flights:
         else:
             self._pool.free_table(blocks)
 
-    def reserve_next(self, block_size: int) -> list[tuple[Sequence, SequenceSlice]]:
-        """Who goes on in the step after the newest, each with its slice and the blocks for it; [] when
-        results have to come first."""
+    def reserve_next(self, block_size: int) -> tuple[list[Sequence], list[SequenceSlice]]:
+        """Who goes on in the step after the newest, and the slice of each, with the blocks for it; nobody
+        when results have to come first."""
         going_on = list(self._going_on())
         full = [each for each, _ in going_on if each.num_started == len(each.block_table) * block_size]
         if self._num_needing_host or self._pool.may_zero or len(full) > self._pool.num_available:
-            return []
+            return [], []
         for sequence in full:
             sequence.block_table.append(self._pool.allocate())
-        return [(sequence, sequence.slice_ahead(row)) for sequence, row in going_on]
+        slices = [sequence.slice_ahead(row) for sequence, row in going_on]
+        return [sequence for sequence, _ in going_on], slices
 
     def tables(self) -> list[list[int]]:
         """Blocks that are held back, by sequence, for integrity checks."""

@@ -37,12 +37,13 @@ def token_chunk(
     """The chunk of tokens just appended; the first one of a sequence has what is said once."""
     is_first = not sequence.has_answered
     sequence.has_answered = True
-    logprobs = tuple(each.logprob for each in sampled if each.logprob is not None)
+    # From lists: after a step the caches are empty, and a generator is one more thing to bring back.
+    logprobs = [each.logprob for each in sampled if each.logprob is not None]
     return TokenChunk(
         request_id=sequence.parent.request.request_id,
         choice=sequence.choice,
-        token_ids=tuple(found.token_id for found in sampled),
-        logprobs=logprobs or None,
+        token_ids=tuple([found.token_id for found in sampled]),
+        logprobs=tuple(logprobs) or None,
         prompt_logprobs=sequence.take_prompt_scores() if is_first else None,
         num_cached_tokens=(sequence.num_cached or 0) if is_first else 0,
         times=sequence.parent.times(clock()) if is_first else None,

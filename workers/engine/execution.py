@@ -82,7 +82,8 @@ def failure_of(piece: SequenceSlice, outcome: Outcome, vocab_size: int) -> Failu
 
 def _problem_with(piece: SequenceSlice, result: SliceResult, vocab_size: int) -> str | None:
     """What is wrong with a result, whatever its values: a bug of the executor."""
-    if len(result.prompt_logprobs) != len(piece.prompt_targets or ()):
+    has_scores = piece.prompt_targets is not None or result.prompt_logprobs
+    if has_scores and len(result.prompt_logprobs) != len(piece.prompt_targets or ()):
         return f"{len(result.prompt_logprobs)} prompt scores for {len(piece.prompt_targets or ())} targets"
     expected = 0 if piece.sample is None else 1 + piece.num_drafts
     if piece.draft_parents is not None and 1 <= len(result.sampled) == len(result.rows) <= expected:
@@ -117,6 +118,8 @@ def _run_alone(executor: Executor, plan: StepPlan) -> Outcome:
 
 def num_right_drafts(piece: SequenceSlice, result: SliceResult) -> int:
     """How many drafts in a row came true, of a good result."""
+    if not piece.num_drafts:
+        return 0
     if piece.draft_parents is not None:
         return len(result.sampled) - 1
     pairs = zip(piece.drafts, result.sampled, strict=False)

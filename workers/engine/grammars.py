@@ -141,6 +141,8 @@ class Grammars:
 
     def collect(self) -> list[tuple[EngineSequence, GrammarRefused]]:
         """Gives sequences the states that are ready; returns one of each request that cannot have any."""
+        if not (self.has_news or self._waiting or self._compiling):
+            return []
         has_news, self.has_news = self.has_news, False
         uncertain = self._keep_compiled()
         refused: list[tuple[EngineSequence, GrammarRefused]] = []

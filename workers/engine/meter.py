@@ -55,8 +55,7 @@ class StepMeter:
         self._began_s: float | None = None  # the first step
         self._reported_s = float("-inf")
         self._has_news = True
-        self._tokens = {kind: HistogramCell(STEP_TOKENS) for kind in StepKind}
-        self._seconds = {kind: HistogramCell(STEP_S) for kind in StepKind}
+        self._cells = {kind: (HistogramCell(STEP_TOKENS), HistogramCell(STEP_S)) for kind in StepKind}
         self._recent: deque[_Step] = deque()
         self.flop_total = 0.0
         self.read_bytes_total = 0.0
@@ -69,8 +68,9 @@ class StepMeter:
             kind = StepKind.DECODE
         elif num_decoding == 0:
             kind = StepKind.PREFILL
-        self._tokens[kind].observe(sum(len(piece.token_ids) for piece in plan.slices))
-        self._seconds[kind].observe(seconds)
+        num_tokens, taken_s = self._cells[kind]
+        num_tokens.observe(sum([len(piece.token_ids) for piece in plan.slices]))
+        taken_s.observe(seconds)
         work = step_work(self._model.work, plan) if self._model is not None else _NO_WORK
         self.flop_total += work.flop
         self.read_bytes_total += work.read_bytes
@@ -90,10 +90,8 @@ class StepMeter:
         """For a report, which is being made now."""
         self._reported_s, self._has_news = self._clock(), False
         return tuple(
-            StepCounts(
-                kind=kind, tokens=self._tokens[kind].counts_now(), seconds=self._seconds[kind].counts_now()
-            )
-            for kind in StepKind
+            StepCounts(kind=kind, tokens=num_tokens.counts_now(), seconds=taken_s.counts_now())
+            for kind, (num_tokens, taken_s) in self._cells.items()
         )
 
     def usage(self) -> Usage:

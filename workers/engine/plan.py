@@ -23,18 +23,18 @@ class ScheduledStep(NamedTuple):
 
 def plan_step(
     number: int,
-    decoding: Items[tuple[Sequence, SequenceSlice]],
+    decoding: Items[Sequence],
+    decode_slices: Items[SequenceSlice],
     chunks: Items[tuple[Sequence, int]],
     searching: Items[Sequence],
     pool: BlockPool,
     *,
     turns_by_length: bool,
 ) -> ScheduledStep | None:
-    """decoding: with the slice of each. chunks: of sequences in prefill, with the position where each ends;
+    """decode_slices: of those in `decoding`, one each. chunks: of sequences in prefill, with the position where each ends;
     those that were preempted after their turn are left out. turns_by_length: the model has to know how long
     sequences are. None when there is nothing to compute."""
-    slices = [piece for _, piece in decoding]
-    sequences = [sequence for sequence, _ in decoding]
+    slices, sequences = [*decode_slices], [*decoding]
     searches: list[Sequence] = []
     search_slices: list[SequenceSlice] = []
     for sequence, end in chunks:

@@ -18,6 +18,7 @@ preempted; for what cannot, one that runs alone goes back to the waiting, and a 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import chain
 from operator import attrgetter
 
 from workers.config import ScheduleConfig
@@ -109,7 +110,7 @@ class Scheduler:
         """The next step; None when no sequence is unfinished, or all wait for their grammars or for blocks
         that other groups are to bring or to give back, or when the results of a step in flight come first.
         The plan shares block tables with the scheduler: it is to be read before anything else is called."""
-        ahead = self.flights.reserve_next(self._block_size) if self.flights else []
+        ahead, slices = self.flights.reserve_next(self._block_size) if self.flights else ([], [])
         if self.flights and not ahead:
             return None
         preemptions = self.preemptions_total
@@ -120,14 +121,14 @@ class Scheduler:
             reserve_all(self._searching, self._pool, self._block_size, self._make_room)
             budget -= sum(len(search_of(sequence).tables) for sequence in self._searching)
         chunks = self._reserve_chunks(budget)
-        if preemptions == self.preemptions_total:  # else memory is short: nobody new
+        if self._waiting and preemptions == self.preemptions_total:  # else memory is short: nobody new
             self._start_fetches()
             self._admit(budget - sum(end - sequence.num_started for sequence, end in chunks), chunks)
         if self._drafting is not None and not chunks:
             self._drafting.start(self._decoding, budget, self.estimate)
-        rows = ahead or [(sequence, sequence.decode_slice()) for sequence in self._decoding]
+        slices = slices or [sequence.decode_slice() for sequence in self._decoding]
         step = plan_step(
-            *(self.num_steps + 1, rows, chunks, self._searching, self._pool),
+            *(self.num_steps + 1, ahead or self._decoding, slices, chunks, self._searching, self._pool),
             turns_by_length=self._turns_by_length,
         )
         if step is None:
@@ -236,7 +237,7 @@ class Scheduler:
         sequence.backlog = num_tokens
 
     def _reserve_decode_blocks(self) -> None:
-        for sequence in self._computed.outgrown(self._decoding + self._searching):
+        for sequence in self._computed.outgrown(chain(self._decoding, self._searching)):
             self.send_back(sequence)
         full = [s for s in self._decoding if s.num_computed == len(s.block_table) * self._block_size]
         if len(full) > self._pool.num_available:

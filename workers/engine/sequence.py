@@ -134,6 +134,7 @@ class Sequence:
                 prompt_token_ids=self.prompt,
                 output_token_ids=self.output,  # the live list: a task serves many steps
                 end_token_ids=sorted(parent.end_ids) if request.sampling.min_tokens else (),
+                takes_id_only=not self.needs_host,
             )
 
     @property
@@ -200,8 +201,9 @@ class Sequence:
 
     def decode_slice(self) -> SequenceSlice:
         """The newest token and the guesses after it."""
+        newest = self.output[-1]
         return SequenceSlice(
-            token_ids=(self.output[-1], *self.drafts),
+            token_ids=(newest, *self.drafts) if self.drafts else (newest,),
             start=self.num_computed,
             block_table=self.block_table,
             sample=self.task,
@@ -248,10 +250,9 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         """The token that was sampled after the last computed one."""
-        assert self.num_computed == self.num_tokens, (
-            f"{self.num_tokens - self.num_computed} tokens not computed"
-        )
-        assert self.num_tokens < self.max_num_tokens, f"a token after the last one, {self.max_num_tokens}"
+        num_tokens = self.num_tokens
+        assert self.num_computed == num_tokens, f"{num_tokens - self.num_computed} tokens not computed"
+        assert num_tokens < self.max_num_tokens, f"a token after the last one, {self.max_num_tokens}"
         self.output.append(token_id)
         if self.grammar is not None and token_id not in self.parent.end_ids:
             self.grammar.accept(token_id)

@@ -52,6 +52,8 @@ class SampleTask:
     # Tokens before the one to choose, after the prompt, when the last one is not known yet; None: all are.
     num_sampled: int | None = None
     allowed: AllowedTokens | None = None  # by a grammar, which then also says when an end id may come
+    # All that it takes is an id drawn from a row of logits: it needs no other numbers and no tokens before it.
+    takes_id_only: bool = False
 
     @property
     def num_new(self) -> int:
@@ -68,7 +70,11 @@ class SampleTask:
         return self.end_token_ids if self.num_new < self.params.min_tokens else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# What is made for every row of every step is not frozen: to make it would take three times as long. Nobody
+# changes it.
+
+
+@dataclass(slots=True, kw_only=True)
 class SequenceSlice:
     """The tokens of one sequence that a step computes."""
 
@@ -135,7 +141,7 @@ class StepPlan:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Sampled:
     """The token chosen for a slice."""
 
@@ -143,7 +149,7 @@ class Sampled:
     logprob: TokenLogprob | None = None  # when num_logprobs is set
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SliceResult:
     """What a step found for one slice, in the order of the plan."""
 

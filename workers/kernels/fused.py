@@ -122,6 +122,10 @@ class NativeStep:
         self._logits = KeptRows(_native(model.head).out_features)
         self._hidden = KeptRows(self._shape.hidden, torch.bfloat16)
         self._inputs = StepInput()
+        self._addresses = ctypes.addressof(self._shape), ctypes.addressof(self._inputs)
+        self._draws: Sequence[Draw] = ()  # of the step before, as the two after it
+        self._how = pack_draws(())
+        self._ids = array("q")
         self._kv: PagedCache | None = None
         self._turn: Turn | None = None
         self._scratch: int = library.step_scratch()
@@ -135,25 +139,22 @@ class NativeStep:
         num_logits = header.num_logit_rows
         logits, hidden = self._logits.take(num_logits), self._hidden.take(num_logits)
         if header.num_tokens == 0:
-            return Drawn(logits, [], hidden)
+            return Drawn(logits.values, [], hidden.values)
         if kv is not self._kv or turn is not self._turn:
             self._bind(turn, kv)
         assert len(draws) in (0, num_logits), f"{len(draws)} draws for {num_logits} rows"
-        how, ids = pack_draws(draws), array("q", bytes(8 * len(draws)))
+        if draws != self._draws:  # greedy ones are what they were
+            self._bind_draws(draws)
         inputs = self._inputs
-        inputs.logits = logits.data_ptr()
-        inputs.draws = how.buffer_info()[0] if draws else None
-        inputs.ids = ids.buffer_info()[0]
-        inputs.hidden = hidden.data_ptr()
+        inputs.logits, inputs.hidden = logits.address, hidden.address
         is_done = self._library.step(
-            *(ctypes.addressof(self._shape), ctypes.addressof(inputs), message, len(message) // 4),
-            *(self._scratch, torch.get_num_threads()),
+            *self._addresses, message, len(message) // 4, self._scratch, torch.get_num_threads()
         )
         if not is_done:
             self._refuse(message)
         if self._model.collective is not None:
             self._model.collective.check()
-        return Drawn(logits, ids.tolist(), hidden)
+        return Drawn(logits.values, self._ids.tolist(), hidden.values)
 
     def _bind(self, turn: Turn | None, kv: PagedCache) -> None:
         """Has the next steps use these; mostly they are those of the step before."""
@@ -174,6 +175,12 @@ class NativeStep:
         assert cos.is_contiguous() and sin.is_contiguous(), (cos.stride(), sin.stride())
         inputs.cos, inputs.sin = cos.data_ptr(), sin.data_ptr()
         inputs.num_positions, inputs.half = cos.shape
+
+    def _bind_draws(self, draws: Sequence[Draw]) -> None:
+        """Has the next steps draw like this."""
+        self._draws, self._how, self._ids = draws, pack_draws(draws), array("q", bytes(8 * len(draws)))
+        self._inputs.draws = self._how.buffer_info()[0] if draws else None
+        self._inputs.ids = self._ids.buffer_info()[0]
 
     def _refuse(self, message: StepMessage) -> NoReturn:
         """Raises ValueError that says what is wrong."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,13 @@ class HugeMemory:
         return piece
 
 
+class Rows(NamedTuple):
+    """Rows of numbers and where they lie."""
+
+    values: torch.Tensor
+    address: int
+
+
 class KeptRows:
     """Rows of numbers that a step leaves, mostly in the memory of the step before.
 
@@ -53,16 +61,21 @@ class KeptRows:
     def __init__(self, width: int, dtype: torch.dtype = torch.float32) -> None:
         self._width = width
         self._space = torch.empty((0, width), dtype=dtype)
-        self._taken = self._space
+        self._num_taken = 0
+        self._taken = _rows(self._space)
 
-    def take(self, rows: int) -> torch.Tensor:
+    def take(self, rows: int) -> Rows:
         """(rows, width), content unspecified; valid until the next call."""
-        if rows == self._taken.shape[0]:
+        if rows == self._num_taken:  # asks torch nothing: after a step none of it is in the caches
             return self._taken
         if rows > MAX_KEPT_ROWS:
-            return torch.empty((rows, self._width), dtype=self._space.dtype)
+            return _rows(torch.empty((rows, self._width), dtype=self._space.dtype))
         if rows > self._space.shape[0]:
             space = huge_bytes(rows * self._width * self._space.itemsize)
             self._space = space.view(self._space.dtype).view(rows, self._width)
-        self._taken = self._space[:rows]
+        self._num_taken, self._taken = rows, _rows(self._space[:rows])
         return self._taken
+
+
+def _rows(values: torch.Tensor) -> Rows:
+    return Rows(values, values.data_ptr())

@@ -82,6 +82,7 @@ class PagedCache:
             raise ValueError(f"memory {tuple(memory.shape)} for blocks of {form.block_bytes} bytes")
         self.memory = memory
         self.form = form
+        self.num_blocks: int = memory.shape[0]
         shape = (memory.shape[0], form.num_kv_heads, form.num_layers, 2)
         pages = memory.view(*shape, form.page_bytes)
         num_bytes = form.block_size * form.head_dim * form.dtype.itemsize
@@ -94,10 +95,6 @@ class PagedCache:
     def zeros(num_blocks: int, form: CacheForm) -> PagedCache:
         """In new memory of the host."""
         return PagedCache(torch.zeros(num_blocks, form.block_bytes, dtype=torch.uint8), form)
-
-    @property
-    def num_blocks(self) -> int:
-        return self.memory.shape[0]
 
     @property
     def block_size(self) -> int:

@@ -23,6 +23,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, NewType
 
 import numpy as np
@@ -68,6 +69,7 @@ class StepArrays:
     lengths: Ints  # (S,) or (0,): tokens of each sequence, in the step or still to come
 
 
+@lru_cache(maxsize=1)  # the stages of a step ask one after the other
 def header_of(message: StepMessage) -> StepHeader:
     """Raises ValueError for a message without one; of the rest nothing is checked."""
     if len(message) < _HEADER.size:

@@ -102,11 +102,12 @@ class Decoder:
         placeholders; None: there are none. Raises ValueError for a message that is damaged or has an index
         outside of pool or vocabulary.
         """
-        longest, room = header_of(message).longest_context, kv.num_blocks * kv.block_size
+        header, room = header_of(message), kv.num_blocks * kv.block_size
+        longest = header.longest_context
         if not 0 <= longest <= room:  # the table of positions grows with it, whatever the checkpoint allows
             raise ValueError(f"a step with a context of {longest} tokens, in a pool for {room}")
         found = self._compute(message, kv, draws, drawn)
-        if header_of(message).num_logit_rows == 0:
+        if header.num_logit_rows == 0:
             self.meet(kv.device)
         return found
 

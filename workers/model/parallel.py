@@ -118,7 +118,8 @@ class TensorParallel:
         if self.size == 1:
             return x
         if self.shared is not None:
-            return self.shared.gather_columns(x, widths, kept.take(x.shape[0]) if self.rank == 0 else None)
+            into = kept.take(x.shape[0]).values if self.rank == 0 else None
+            return self.shared.gather_columns(x, widths, into)
         widest = max(widths)
         padded = F.pad(x, (0, widest - x.shape[1])).contiguous()
         if not self.is_recordable:

@@ -18,7 +18,7 @@ from workers.kernels import MAX_LOGIT_ROWS, Draw, Drawn, StepMessage, passes
 from workers.runtime.drawn_ids import ArrivingIds
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.medusa import MedusaRunner
-from workers.runtime.results import ResultBuilder
+from workers.runtime.results import IdResults, StepResults, results_of
 from workers.runtime.runner import ModelRunner
 from workers.runtime.step_codec import encode, encode_moves
 
@@ -63,11 +63,11 @@ class GroupExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         message = encode(plan, self._runner.block_size)
-        builder = ResultBuilder(plan, self._runner.kernels)  # first: what raises here reaches no follower
+        builder = results_of(plan, self._runner.kernels)  # first: what raises here reaches no follower
         self._send(message)
         try:
-            results = _compute(self._run, message, builder, self._draft_heads)
-            if moves := encode_moves(plan, results, self._runner.block_size):
+            results = self._compute(plan, message, builder)
+            if builder.has_trees and (moves := encode_moves(plan, results, self._runner.block_size)):
                 self._end_step()
                 self._send(moves)
                 self._run(moves, ())
@@ -77,7 +77,7 @@ class GroupExecutor:
 
     def start(self, plan: StepPlan) -> StartedStep:
         message = encode(plan, self._runner.block_size)
-        builder = ResultBuilder(plan, self._runner.kernels)
+        builder = IdResults(plan)
         self._send(message)
         with self._explained():
             ids = self._runner.start(message, builder.draws)
@@ -94,7 +94,30 @@ class GroupExecutor:
         if self._link is not None:
             self._link.end_step()
 
+    def _compute(self, plan: StepPlan, message: StepMessage, builder: StepResults) -> StepResult:
+        """Runs all passes, also after a fault in the results of one: the other ranks run them too."""
+        fault: Exception | None = None
+        first = 0
+        parts = passes(message)
+        for part in parts:
+            draws = builder.draws[first : first + MAX_LOGIT_ROWS]
+            first += len(draws)
+            drawn = self._run(part, draws)
+            assert drawn is not None, "rank 0 gets the logits"
+            if fault is None:
+                try:
+                    builder.take(drawn)
+                except Exception as error:
+                    fault = error
+            if self._draft_heads is not None:
+                self._draft_heads.keep(plan, drawn.hidden if len(parts) == 1 else None)
+        if fault is not None:
+            raise fault
+        return builder.results()
+
     def _run(self, part: StepMessage, draws: Sequence[Draw]) -> Drawn | None:
+        if self._link is None:
+            return self._runner.run(part, draws)
         with self._explained():
             return self._runner.run(part, draws)
 
@@ -119,37 +142,10 @@ class GroupExecutor:
 class _Started:
     """Implements `workers.engine.step.StartedStep`."""
 
-    def __init__(self, builder: ResultBuilder, wait: Callable[[], list[int]]) -> None:
+    def __init__(self, builder: IdResults, wait: Callable[[], list[int]]) -> None:
         self._builder = builder
         self._wait = wait
 
     def result(self) -> StepResult:
         self._builder.take_ids(self._wait())
         return self._builder.results()
-
-
-def _compute(
-    run: Callable[[StepMessage, Sequence[Draw]], Drawn | None],
-    message: StepMessage,
-    builder: ResultBuilder,
-    draft_heads: MedusaRunner | None,
-) -> StepResult:
-    """Runs all passes, also after a fault in the results of one: the other ranks run them too."""
-    fault: Exception | None = None
-    first = 0
-    parts = passes(message)
-    for part in parts:
-        draws = builder.draws[first : first + MAX_LOGIT_ROWS]
-        first += len(draws)
-        drawn = run(part, draws)
-        assert drawn is not None, "rank 0 gets the logits"
-        if fault is None:
-            try:
-                builder.take(drawn)
-            except Exception as error:
-                fault = error
-        if draft_heads is not None:
-            draft_heads.keep(builder.plan, drawn.hidden if len(parts) == 1 else None)
-    if fault is not None:
-        raise fault
-    return builder.results()

@@ -55,6 +55,7 @@ from workers.runtime.device import make_current
 from workers.runtime.executor import GroupExecutor
 from workers.runtime.follower_link import FollowerLink
 from workers.runtime.handshake import Facts, Rendezvous, new_token
+from workers.runtime.heap import use_huge_pages
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.process_group import STORE_TIMEOUT_S, ProcessGroup
 from workers.runtime.rank_model import RankFacts, RankModel
@@ -171,6 +172,7 @@ class Leader:
         except Exception:
             self.close()
             raise
+        use_huge_pages()
         return facts
 
     def metered(self) -> MeteredModel:

@@ -4,12 +4,20 @@ scores of prompt tokens."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from workers.decoding.beam_search import Candidate
-from workers.engine.step import GrammarFailed, Sampled, SampleTask, SliceResult, StepPlan, StepResult
+from workers.engine.step import (
+    GrammarFailed,
+    Sampled,
+    SampleTask,
+    SequenceSlice,
+    SliceResult,
+    StepPlan,
+    StepResult,
+)
 from workers.kernels import NOT_FINITE, Draw, Drawn, Kernels
 from workers.runtime.candidates import find_candidates
 from workers.runtime.logprobs import score_tokens
@@ -17,6 +25,66 @@ from workers.runtime.sampler import BEST, draw_of, sample
 from workers.types import TokenLogprob
 
 _NON_FINITE = SliceResult(error="the model produced a value that is not a finite number")
+
+
+class StepResults(Protocol):
+    """Takes the logit rows of a plan in the order of `step_codec.encode`, in one or several parts."""
+
+    @property
+    def draws(self) -> Sequence[Draw]:
+        """How an id is to be drawn from each row, for `take`."""
+        ...
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether a slice may have guesses whose keys and values have to move (`step_codec.encode_moves`)."""
+        ...
+
+    def take(self, drawn: Drawn) -> None:
+        """The next rows. Reads them only."""
+        ...
+
+    def results(self) -> StepResult: ...
+
+
+def results_of(plan: StepPlan, kernels: Kernels) -> StepResults:
+    """Of a plan that is about to be computed."""
+    return IdResults(plan) if all(map(_takes_ids_only, plan.slices)) else ResultBuilder(plan, kernels)
+
+
+def _takes_ids_only(piece: SequenceSlice) -> bool:
+    if piece.num_drafts or piece.prompt_targets is not None:
+        return False
+    return piece.sample is None or piece.sample.takes_id_only
+
+
+class IdResults:
+    """Implements StepResults for steps of which ids are all that is wanted, at most one a slice."""
+
+    has_trees = False
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._slices = plan.slices
+        self.draws = [draw_of(piece.sample) for piece in plan.slices if piece.sample is not None]
+        self._ids: list[int] = []
+
+    def take(self, drawn: Drawn) -> None:
+        self._ids += drawn.ids
+
+    def take_ids(self, ids: Sequence[int]) -> None:
+        """As `take`, without the logits."""
+        self._ids += ids
+
+    def results(self) -> StepResult:
+        assert len(self._ids) == len(self.draws), f"{len(self._ids)} ids for {len(self.draws)} rows"
+        ids = iter(self._ids)
+        return StepResult(
+            slices=[SliceResult() if piece.sample is None else _of_id(next(ids)) for piece in self._slices]
+        )
+
+
+def _of_id(token_id: int) -> SliceResult:
+    return _NON_FINITE if token_id == NOT_FINITE else SliceResult(sampled=(Sampled(token_id=token_id),))
 
 
 class _Use(NamedTuple):
@@ -28,7 +96,7 @@ class _Use(NamedTuple):
 
 
 class ResultBuilder:
-    """Takes the logit rows of a plan in the order of `step_codec.encode`, in one or several parts."""
+    """Implements StepResults for any plan."""
 
     def __init__(self, plan: StepPlan, kernels: Kernels) -> None:
         self._plan = plan
@@ -51,17 +119,14 @@ class ResultBuilder:
         self._errors: dict[int, SliceResult] = {}
 
     @property
-    def plan(self) -> StepPlan:
-        """That the results are of."""
-        return self._plan
-
-    @property
     def draws(self) -> Sequence[Draw]:
-        """How an id is to be drawn from each row, for `take`."""
         return self._draws
 
+    @property
+    def has_trees(self) -> bool:
+        return any(piece.draft_parents is not None for piece in self._plan.slices)
+
     def take(self, drawn: Drawn) -> None:
-        """The next rows. Reads them only."""
         logits = drawn.logits
         uses = self._uses[self._taken : self._taken + logits.shape[0]]
         assert len(uses) == logits.shape[0], "more logit rows than the plan asks for"
@@ -76,16 +141,6 @@ class ResultBuilder:
         self._sample(drawn, uses, sampling)
         if num_scored:
             self._score(logits, uses)
-
-    def take_ids(self, ids: Sequence[int]) -> None:
-        """Of all rows, when the ids that were drawn are all that is wanted of them."""
-        self._taken = len(ids)
-        for use, token_id in zip(self._uses, ids, strict=True):
-            assert use.target is None, "a row whose logits are wanted"
-            if token_id == NOT_FINITE:
-                self._errors[use.slice] = _NON_FINITE
-            else:
-                self._sampled[use.slice] = [Sampled(token_id=token_id)]
 
     def results(self) -> StepResult:
         assert self._taken == len(self._uses), "fewer logit rows than the plan asks for"

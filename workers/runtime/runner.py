@@ -74,14 +74,15 @@ class ModelRunner:
         return self._pool
 
     def run(self, message: StepMessage, draws: Sequence[Draw] = ()) -> Drawn | None:
-        """As `Decoder.forward`, after the blocks that are to be zero or a copy have become so."""
+        """As `Decoder.forward`, after the blocks that are to be zero or a copy have become so. A message with
+        placeholders comes without draws: what is planned ahead is drawn by `start`."""
         header = header_of(message)
         if header.num_zero_blocks or header.num_copies or header.num_moves:
             self._prepare_blocks(unpack(message))
         if header.num_tokens == 0:
             self._decoder.meet(self._pool.device)
             return None
-        if has_placeholders(message):
+        if not draws and has_placeholders(message):
             self._decoder.share(self._drawn.on_device)
             return self._decoder.forward(message, self._pool, draws, self._drawn.on_device)
         return self._decoder.forward(message, self._pool, draws)

@@ -15,27 +15,31 @@ def encode(plan: StepPlan, block_size: int) -> StepMessage:
     blocks: list[int] = []
     rows: list[int] = []
     parents: list[int] = []
-    has_lengths = any(piece.num_known for piece in plan.slices)
     lengths: list[int] = []
-    has_trees = any(piece.draft_parents is not None for piece in plan.slices)
+    has_lengths = has_trees = False
     for piece in plan.slices:
-        first_row, length = len(token_ids), len(piece.token_ids)
-        needed = -(-(piece.start + length) // block_size)
-        table = piece.block_table
-        assert length > 0 and len(table) >= needed, f"{len(table)} blocks for {piece.start} + {length} tokens"
+        first_row, length, start, table = len(token_ids), len(piece.token_ids), piece.start, piece.block_table
+        needed = -(-(start + length) // block_size)
+        assert length > 0 and len(table) >= needed, f"{len(table)} blocks for {start} + {length} tokens"
         lens.append(length)
-        starts.append(piece.start)
+        starts.append(start)
         counts.append(needed)
         token_ids += piece.token_ids
         blocks += table if len(table) == needed else table[:needed]
-        if has_trees:
-            parents += _parents(piece)
-        if has_lengths:
-            lengths.append(piece.num_known or piece.start + length)
+        has_trees |= piece.draft_parents is not None
+        has_lengths |= piece.num_known > 0
         if piece.prompt_targets is not None:
             rows += range(first_row, first_row + len(piece.prompt_targets))
         if piece.sample is not None:
-            rows += range(first_row + length - 1 - piece.num_drafts, first_row + length)
+            if piece.num_drafts:
+                rows += range(first_row + length - 1 - piece.num_drafts, first_row + length)
+            else:
+                rows.append(first_row + length - 1)
+    if has_trees:
+        for piece in plan.slices:
+            parents += _parents(piece)
+    if has_lengths:
+        lengths += (piece.num_known or piece.start + len(piece.token_ids) for piece in plan.slices)
     return pack_step(
         lens=lens,
         starts=starts,
