@@ -80,7 +80,7 @@ class BenchEngine:
             self._recorder.plan = None
             chunks = self._engine.step()
             now = time.perf_counter()
-            timed.append((self._recorder.plan, now - before, self._engine.stats().active_blocks))
+            timed.append((self._recorder.plan, now - before, self._engine.num_active_blocks))
             for chunk in chunks:
                 if chunk.finish_reason is FinishReason.ERROR:
                     raise GroupFailed(f"a request failed while measuring: {chunk.error}")

@@ -79,6 +79,11 @@ class Flights:
         """From the oldest on."""
         return iter(self._flights)
 
+    def can_grow(self, most: int) -> bool:
+        """Whether one more may be started, when so many may be there: behind a void one nothing comes."""
+        flights = self._flights
+        return not flights or (len(flights) < most and not any(flight.is_void for flight in flights))
+
     def note_unfinished(self, sequence: Sequence) -> None:
         """It waits or runs from now on."""
         self._num_needing_host += sequence.needs_host

@@ -11,7 +11,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.search import first_chunk, last_chunks, search_of
 from workers.engine.sequence import Sequence, SequenceState
 from workers.engine.step import Sampled, SequenceSlice, SliceResult
-from workers.types import FinishReason, TokenChunk
+from workers.types import FinishReason, TokenChunk, TokenLogprob
 
 
 def choices_of(sequence: Sequence) -> tuple[int, ...]:
@@ -37,12 +37,16 @@ def token_chunk(
     """The chunk of tokens just appended; the first one of a sequence has what is said once."""
     is_first = not sequence.has_answered
     sequence.has_answered = True
-    # From lists: after a step the caches are empty, and a generator is one more thing to bring back.
-    logprobs = [each.logprob for each in sampled if each.logprob is not None]
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    for found in sampled:
+        token_ids.append(found.token_id)
+        if found.logprob is not None:
+            logprobs.append(found.logprob)
     return TokenChunk(
         request_id=sequence.parent.request.request_id,
         choice=sequence.choice,
-        token_ids=tuple([found.token_id for found in sampled]),
+        token_ids=tuple(token_ids),
         logprobs=tuple(logprobs) or None,
         prompt_logprobs=sequence.take_prompt_scores() if is_first else None,
         num_cached_tokens=(sequence.num_cached or 0) if is_first else 0,

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 
 from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
@@ -111,8 +111,7 @@ class Engine:
             limits=limits,
         )
         self._grammars = Grammars(grammars, clock)
-        if self._drafting is not None or limits.recompute_past is not None:
-            starter = None
+        starter = starter if self._drafting is None and limits.recompute_past is None else None
         self._steps = Steps(self._scheduler, self._pool, executor, starter, self._begin)
         self._requests: dict[RequestId, list[Sequence]] = {}  # unfinished ones, all choices
         self._is_stalled = False  # the last step found nothing to do, and nothing has happened since
@@ -253,6 +252,10 @@ class Engine:
                     self._end(sequence, FinishReason.ERROR)
         self._grammars.close()
 
+    @property
+    def num_active_blocks(self) -> int:
+        return self._pool.num_active
+
     def stats(self) -> GroupStats:
         """Load and totals now. Requests are counted as ended once, by the reason of their last choice;
         running and waiting count sequences (choices), the waiting ones with those that were preempted."""
@@ -285,9 +288,7 @@ class Engine:
 
     def _begin(self, scheduled: ScheduledStep) -> None:
         """A step has been planned."""
-        for sequence in chain(scheduled.sequences[scheduled.num_decoding :], scheduled.searches):
-            if sequence.parent.admitted_s is None:
-                sequence.parent.admitted_s = self._pool.now_s
+        scheduled.note_admitted(self._pool.now_s)
         self._grammars.start(scheduled.sequences, scheduled.plan.slices)
 
     def _check(self, request: GenerateRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import NamedTuple
 
 from workers.engine.block_pool import BlockPool
@@ -20,6 +21,13 @@ class ScheduledStep(NamedTuple):
     searches: list[Sequence]  # beam searches: one with its prompt, or once for each hypothesis
     num_decode_rows: int  # slices of a newest token, in all
 
+    def note_admitted(self, now_s: float) -> None:
+        """It is the first step of those that were in none before."""
+        if self.num_decode_rows < len(self.plan.slices):
+            for sequence in chain(self.sequences[self.num_decoding :], self.searches):
+                if sequence.parent.admitted_s is None:
+                    sequence.parent.admitted_s = now_s
+
 
 def plan_step(
     number: int,
@@ -31,9 +39,9 @@ def plan_step(
     *,
     turns_by_length: bool,
 ) -> ScheduledStep | None:
-    """decode_slices: of those in `decoding`, one each. chunks: of sequences in prefill, with the position where each ends;
-    those that were preempted after their turn are left out. turns_by_length: the model has to know how long
-    sequences are. None when there is nothing to compute."""
+    """decode_slices: of those in `decoding`, one each. chunks: of sequences in prefill, with the position
+    where each ends; those that were preempted after their turn are left out. turns_by_length: the model has
+    to know how long sequences are. None when there is nothing to compute."""
     slices, sequences = [*decode_slices], [*decoding]
     searches: list[Sequence] = []
     search_slices: list[SequenceSlice] = []

@@ -18,7 +18,6 @@ preempted; for what cannot, one that runs alone goes back to the waiting, and a 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from itertools import chain
 from operator import attrgetter
 
 from workers.config import ScheduleConfig
@@ -120,7 +119,7 @@ class Scheduler:
         if self._searching:
             reserve_all(self._searching, self._pool, self._block_size, self._make_room)
             budget -= sum(len(search_of(sequence).tables) for sequence in self._searching)
-        chunks = self._reserve_chunks(budget)
+        chunks = self._reserve_chunks(budget) if self._prefilling else []
         if self._waiting and preemptions == self.preemptions_total:  # else memory is short: nobody new
             self._start_fetches()
             self._admit(budget - sum(end - sequence.num_started for sequence, end in chunks), chunks)
@@ -237,7 +236,7 @@ class Scheduler:
         sequence.backlog = num_tokens
 
     def _reserve_decode_blocks(self) -> None:
-        for sequence in self._computed.outgrown(chain(self._decoding, self._searching)):
+        for sequence in self._computed.outgrown(self._decoding + self._searching):
             self.send_back(sequence)
         full = [s for s in self._decoding if s.num_computed == len(s.block_table) * self._block_size]
         if len(full) > self._pool.num_available:

@@ -52,7 +52,7 @@ class SampleTask:
     # Tokens before the one to choose, after the prompt, when the last one is not known yet; None: all are.
     num_sampled: int | None = None
     allowed: AllowedTokens | None = None  # by a grammar, which then also says when an end id may come
-    # All that it takes is an id drawn from a row of logits: it needs no other numbers and no tokens before it.
+    # All that it takes is an id drawn from a row of logits: no other numbers, and no tokens before it.
     takes_id_only: bool = False
 
     @property

@@ -71,7 +71,8 @@ class Steps:
         except GroupFailed:
             self._has_failed = True
             raise
-        if all(isinstance(outcome, Exception) for outcome in computed.outcomes):
+        outcomes = computed.outcomes
+        if isinstance(outcomes[0], Exception) and all(isinstance(each, Exception) for each in outcomes):
             # Its sequence will go, and nobody knows whether the step came to the zeroing.
             self._pool.zero(computed.scheduled.plan.zero_blocks)
         return computed
@@ -94,7 +95,7 @@ class Steps:
 
     def _begin(self, now_s: float) -> ComputedStep | None:
         """Plans and starts steps; returns the one that had to be run at once."""
-        while len(self._flights) < _MAX_IN_FLIGHT and not any(flight.is_void for flight in self._flights):
+        while self._flights.can_grow(_MAX_IN_FLIGHT):
             scheduled = self._scheduler.schedule()
             if scheduled is None:
                 break

@@ -1,7 +1,7 @@
 """Huge pages for what Python and malloc hold.
 
-After a step every cache is cold, and so are the tables of pages: each page of 4 KiB that the host touches between
-two steps costs a walk through them, in a virtual machine one of many reads.
+After a step every cache is cold, and so are the tables of pages: each page of 4 KiB that the host touches
+between two steps costs a walk through them, in a virtual machine one of many reads.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from workers.engine.step import (
     GrammarFailed,
     Sampled,
     SampleTask,
-    SequenceSlice,
     SliceResult,
     StepPlan,
     StepResult,
@@ -49,13 +48,11 @@ class StepResults(Protocol):
 
 def results_of(plan: StepPlan, kernels: Kernels) -> StepResults:
     """Of a plan that is about to be computed."""
-    return IdResults(plan) if all(map(_takes_ids_only, plan.slices)) else ResultBuilder(plan, kernels)
-
-
-def _takes_ids_only(piece: SequenceSlice) -> bool:
-    if piece.num_drafts or piece.prompt_targets is not None:
-        return False
-    return piece.sample is None or piece.sample.takes_id_only
+    for piece in plan.slices:
+        takes_id_only = piece.sample is None or piece.sample.takes_id_only
+        if not takes_id_only or piece.num_drafts or piece.prompt_targets is not None:
+            return ResultBuilder(plan, kernels)
+    return IdResults(plan)
 
 
 class IdResults:
