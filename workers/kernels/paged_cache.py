@@ -82,7 +82,9 @@ class PagedCache:
             raise ValueError(f"memory {tuple(memory.shape)} for blocks of {form.block_bytes} bytes")
         self.memory = memory
         self.form = form
+        # As attributes: a step that asks torch for them waits for memory.
         self.num_blocks: int = memory.shape[0]
+        self.block_size = form.block_size
         shape = (memory.shape[0], form.num_kv_heads, form.num_layers, 2)
         pages = memory.view(*shape, form.page_bytes)
         num_bytes = form.block_size * form.head_dim * form.dtype.itemsize
@@ -95,10 +97,6 @@ class PagedCache:
     def zeros(num_blocks: int, form: CacheForm) -> PagedCache:
         """In new memory of the host."""
         return PagedCache(torch.zeros(num_blocks, form.block_bytes, dtype=torch.uint8), form)
-
-    @property
-    def block_size(self) -> int:
-        return self.form.block_size
 
     @property
     def device(self) -> torch.device:

@@ -33,6 +33,7 @@ class Rotary:
         self._long_frequencies: torch.Tensor | None = None  # LONGROPE: beyond it
         if spec.kind is RotaryKind.LONGROPE:
             self._long_frequencies = _divided(spec, spec.long_factors).to(device)
+        self._num_positions = _FIRST_POSITIONS  # in the table
         self._table = self._turn(torch.arange(_FIRST_POSITIONS, device=device)[:, None] * self._frequencies)
 
     def table(self, longest_context: int) -> Turn | None:
@@ -42,9 +43,9 @@ class Rotary:
         """
         if self._spec.depends_on_length(longest_context):
             return None
-        known = self._table[0].shape[0]
-        if longest_context > known:
-            positions = torch.arange(max(longest_context, 2 * known), device=self._frequencies.device)
+        if longest_context > self._num_positions:
+            self._num_positions = max(longest_context, 2 * self._num_positions)
+            positions = torch.arange(self._num_positions, device=self._frequencies.device)
             self._table = self._turn(positions[:, None] * self._frequencies)
         return self._table
 
