@@ -21,8 +21,11 @@ from tests.models.determinism.numpy_model import NumpyModel
 from tests.models.determinism.thread_ranks import KernelSet, native, thread_ranks
 from tests.models.oracle import Oracle
 from tests.models.quantized_checkpoints import form, make
+from tests.unit.kernels.builds import HAS_AVX512_BF16, TILE_BUILDS, build
 from workers.kernels import Kernels, Quantization, TorchKernels
+from workers.kernels.native import CpuKernels
 from workers.model.checkpoint import Checkpoint
+from workers.model.orders import orders_of_rank
 from workers.quantizing.folder import quantize_folder
 
 TEXT = checkpoints.prompt_ids(90)  # over a border of the key groups of attention
@@ -73,12 +76,14 @@ def texts_of(
         return torch.stack(subject.logits)
 
 
-def check_all(folder: Path, sizes: tuple[int, ...], text: list[int] = TEXT) -> None:
+def check_all(
+    folder: Path, sizes: tuple[int, ...], text: list[int] = TEXT, kernels: KernelSet = native
+) -> None:
     for dtype in DTYPES:
-        wanted = texts_of(folder, 1, dtype, chunk=None, among=False, text=text)
+        wanted = texts_of(folder, 1, dtype, kernels, chunk=None, among=False, text=text)
         for size in sizes:
             for chunk, among in ((None, size == 1), (7, True), (1, False)):
-                found = texts_of(folder, size, dtype, chunk=chunk, among=among, text=text)
+                found = texts_of(folder, size, dtype, kernels, chunk=chunk, among=among, text=text)
                 assert torch.equal(found, wanted), (dtype, size, chunk, among)
 
 
@@ -91,6 +96,16 @@ def test_every_split(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, family_folder: Folders) -> None:
     check_all(family_folder(name), FAMILIES[name], TEXT[:60])
+
+
+@pytest.mark.skipif(not HAS_AVX512_BF16, reason="tiles are built beside AVX512-BF16")
+@pytest.mark.parametrize("name", TILE_BUILDS)
+def test_every_split_in_tiles(name: str, tmp_path: Path) -> None:
+    """Those of AMX and those in software, in row-parallel products too: their leaves are whole tiles here."""
+    folder = checkpoints.build(tmp_path / "shape", LLAMA, seed=1, head_dim=32, intermediate_size=512)
+    orders = orders_of_rank(Checkpoint(folder).spec, 0, 4)
+    assert orders is not None and (orders.output.part.grain, orders.down.part.grain) == (32, 128)
+    check_all(folder, (1, 2, 4), kernels=lambda dtype: CpuKernels(build(name), dtype))
 
 
 def check_form(folder: Path, sizes: tuple[int, ...], weights: str, kv: str, text: list[int] = TEXT) -> None:

@@ -14,6 +14,7 @@ _V3 = ["x86-64-v3"] if {"avx2", "fma", "bmi2"} <= CPU_FLAGS else []
 MARCHES = ["native", "x86-64", *_V3]
 # Those with packed products, so with one call a step.
 PACKED = (["native", *_V3] if _V3 else []) + [TILES] * HAS_AVX512_BF16
+TILE_BUILDS = [TILES] + ["native"] * ("amx_bf16" in CPU_FLAGS)  # to be skipped without AVX512-BF16
 
 
 def build(name: str) -> Library:

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.builds import CPU_FLAGS, HAS_AVX512_BF16, TILES, build
+from tests.unit.kernels.builds import CPU_FLAGS, HAS_AVX512_BF16, TILE_BUILDS, build
 from workers.kernels.compiler import default_cache, library
 from workers.kernels.native import CpuKernels
 from workers.kernels.packed import NativeLinear, WeightFormat
 
 needs_vectors = pytest.mark.skipif(not HAS_AVX512_BF16, reason="tiles are built beside AVX512-BF16")
-BUILDS = [TILES] + ["native"] * ("amx_bf16" in CPU_FLAGS)
 SHAPES = [(64, 32), (1, 2), (50, 64), (130, 74), (192, 30), (200, 576)]  # (out, in)
 ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 50, 96, 97, 130]
 
@@ -46,7 +45,7 @@ def in_tile_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @needs_vectors
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", TILE_BUILDS)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 def test_bits_of_the_instruction_at_every_border(name: str, out_features: int, in_features: int) -> None:
     weight = (torch.randn(out_features, in_features) / in_features**0.5).bfloat16()
@@ -60,7 +59,7 @@ def test_bits_of_the_instruction_at_every_border(name: str, out_features: int, i
 
 
 @needs_vectors
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", TILE_BUILDS)
 def test_denormals_are_zero_going_in_and_out(name: str) -> None:
     tiny, small, one = 2.0**-130, 2.0**-70, 1.0
     weight = torch.tensor([[one, 0.0], [2.0**100, 0.0], [small, 0.0], [-(2.0**-56), 0.0]]).bfloat16()
@@ -69,7 +68,7 @@ def test_denormals_are_zero_going_in_and_out(name: str) -> None:
 
 
 @needs_vectors
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", TILE_BUILDS)
 def test_two_threads_give_the_bits_of_one(name: str) -> None:
     linear, x = tiled_linear(name, torch.randn(200, 96).bfloat16()), torch.randn(130, 96).bfloat16()
     wanted = linear(x)
