@@ -118,11 +118,12 @@ class FrameSocket:
         return frame
 
     def receive_ready(self) -> list[Frame]:
-        """Reads once from a readable socket and returns the frames now complete. Raises as `receive`."""
-        self._read_more()
-        frames = []
-        while (frame := self._next_received()) is not None:
-            frames.append(frame)
+        """From a readable socket: the frames that came along with earlier ones, as with a greeting, else
+        those that one more read completes. Raises as `receive`."""
+        frames = self._whole_frames()
+        if not frames:  # a peer that has left may have said why before
+            self._read_more()
+            frames = self._whole_frames()
         return frames
 
     def close(self) -> None:
@@ -146,6 +147,12 @@ class FrameSocket:
         if not data:
             raise PeerClosed("connection closed")
         self._received += data
+
+    def _whole_frames(self) -> list[Frame]:
+        frames = []
+        while (frame := self._next_received()) is not None:
+            frames.append(frame)
+        return frames
 
     def _next_received(self, max_body_bytes: int = MAX_BODY_BYTES) -> Frame | None:
         if len(self._received) < _HEADER.size:

@@ -47,6 +47,23 @@ def test_frames_split_anywhere_come_out_whole():
     frames.close()
 
 
+def test_what_came_along_with_a_greeting_is_heard_although_the_peer_has_left():
+    listener = open_port("127.0.0.1")
+    client = socket.create_connection(listener.getsockname())
+    connection, _ = listener.accept()
+    listener.close()
+    frames = FrameSocket(connection, timeout_s=1)
+    client.sendall(
+        struct.pack("<IB", 1, FrameKind.HELLO) + b"a" + struct.pack("<IB", 2, FrameKind.FAULT) + b"no"
+    )
+    client.close()
+    assert frames.receive_greeting(1, 1) == (FrameKind.HELLO, b"a")
+    assert frames.receive_ready() == [(FrameKind.FAULT, b"no")]
+    with pytest.raises(PeerClosed):
+        frames.receive_ready()
+    frames.close()
+
+
 def _welcome(say: bytes, *, then_drip: bool = False) -> tuple[object, float]:
     """What rank 0 makes of a peer that says this, and then a byte every 50 ms for ever; seconds it took."""
     listener = open_port("127.0.0.1")
