@@ -44,7 +44,8 @@ class PeerKind:
         kept = {
             name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")
         }
-        return {"CMAKE_ARGS": "-DGGML_NATIVE=ON", **kept}
+        flags = f"-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-include {_HERE / 'gcc12_tiles.h'}'"
+        return {"CMAKE_ARGS": flags, **kept}
 
 
 CATALOGUE: Mapping[str, PeerKind] = MappingProxyType(
