@@ -1,6 +1,7 @@
 // The two products of attention by vdpbf16ps, for an even d: keys as [d / 2][KEYS][2], values as [KEYS / 2][d][2].
 #pragma once
 #include "attention.h"
+#include "exp2.h"
 #ifdef __AVX512BF16__
 
 // Where the pairs of two rows of 32 come from when they are interleaved.
@@ -9,20 +10,6 @@ inline __m512i interleave_low() {
                           32, 0);
 }
 inline __m512i interleave_high() { return _mm512_add_epi16(interleave_low(), _mm512_set1_epi16(16)); }
-
-// 2^x for x <= 0, to 3e-6 (probabilities become bf16 anyway); exactly 0 below -200, so for -inf; NaN stays NaN (max
-// gives its second operand then).
-inline __m512 exp2_short(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-200.f), x);
-  const __m512 whole = _mm512_roundscale_ps(x, 8), f = _mm512_sub_ps(x, whole);
-  __m512 p = _mm512_set1_ps(1.3333558e-3f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6181291e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5504109e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
-  return _mm512_scalef_ps(p, whole);
-}
 
 // A bit for each of the positions [from, to) of a group.
 inline uint64_t seen_keys(int from, int to) { return (to == KEYS ? ~0ull : (1ull << to) - 1) & (from == KEYS ? 0 : ~0ull << from); }

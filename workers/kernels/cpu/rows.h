@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 
+#include "exp2.h"
 #include "simd.h"
 
 template <class T> inline void norm_from(const float* row, const T* weight, float eps, T* out, size_t n) {
@@ -36,6 +37,19 @@ inline float sigmoid(float x) {
 template <class T> inline void silu_mul_row(const T* gate, const T* up, T* out, size_t n) {
   for (size_t i = 0; i < n; i++) put(out[i], widen(gate[i]) * sigmoid(widen(gate[i])) * widen(up[i]));
 }
+#ifdef __AVX512BF16__
+inline void silu_mul_row(const bf16* gate, const bf16* up, bf16* out, size_t n) {
+  const __m512 one = _mm512_set1_ps(1.f), unit = _mm512_set1_ps(-1.44269504f);
+  for (size_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = n - i >= 16 ? 0xffff : __mmask16((1u << (n - i)) - 1);
+    const auto floats_at = [&](const bf16* from) {
+      return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + i)), 16);
+    };
+    const __m512 g = floats_at(gate), sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp2_short(_mm512_mul_ps(g, unit))));
+    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_mul_ps(g, sigmoid), floats_at(up))));
+  }
+}
+#endif
 template <class T> inline void gelu_new_row(const T* x, T* out, size_t n) {
   for (size_t i = 0; i < n; i++) {
     float v = widen(x[i]);
