@@ -88,10 +88,12 @@ def test_a_machine_with_amx_gets_its_instructions(amx_build: Path) -> None:
     found = set(re.findall(r"\t(ldtilecfg|tile\w+|tdp\w+)\b", code))
     moves = {"ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored"}
     assert found == moves | {"tdpbf16ps", "tdpbssd"}
-    for product in ("tdpbf16ps", "tdpbssd"):
-        # C += A * B, last operand first: no other pairing of registers.
-        products = set(re.findall(product + r" %tmm(\d),%tmm(\d),%tmm(\d)", code))
-        assert products == {("6", "4", "0"), ("7", "4", "1"), ("6", "5", "2"), ("7", "5", "3")}
+    # C += A * B, last operand first: no other pairing of registers.
+    linear = {("6", "4", "0"), ("7", "4", "1"), ("6", "5", "2"), ("7", "5", "3")}
+    right = {("7", "56"[c % 2], str(c)) for c in range(5)}  # of attention: queries or weights on the right
+    left = {(b, a, c) for a, b, c in right}  # and of few rows on the left
+    for product, wanted in {"tdpbf16ps": linear | right | left, "tdpbssd": linear}.items():
+        assert set(re.findall(product + r" %tmm(\d),%tmm(\d),%tmm(\d)", code)) == wanted
 
 
 def test_tiles_are_used_only_where_the_cpu_has_them(amx_build: Path) -> None:

@@ -111,6 +111,7 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
   const auto position = [&](long r) { return span.start + (span.is_tree ? long(paths[size_t(r / group)].size()) - 1 : r / group); };
   const TileRoom room(s, a.d, tiles + (span.is_tree ? (group + ROWS - 1) / ROWS : 0));
   TiledTask work(a, room);
+  const bool few = tiles == 1 && !span.is_tree;
   for (long t = 0; t < tiles; t++)
     work.begin(t, std::min<long>(ROWS, rows - t * ROWS), [&](long l) { return query(t * ROWS + l); }, [&](long l) { return position(t * ROWS + l); });
   KeyGroup<bf16> groups[2], *now = groups, *then = groups + 1;
@@ -123,7 +124,8 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
       const TaskSpan following(a, *next);
       find_keys(a, *next, following.base, following.end, *then);
     }
-    work.fold(0, tiles, *now, *then, base, true);
+    if (few) work.fold_few(rows, *now, *then, base);
+    else work.fold(0, tiles, *now, *then, base, true);
   }
   for (long t = 0; t < long(paths.size()); t++) {
     const std::vector<int32_t>& path = paths[size_t(t)];
@@ -140,6 +142,7 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
       work.finish(tiles, n, [&](long l) { return output(r + l); });
     }
   }
+  if (few) return work.finish_few(rows, output);
   for (long t = 0; !span.is_tree && t < tiles; t++)
     work.finish(t, std::min<long>(ROWS, rows - t * ROWS), [&](long l) { return output(t * ROWS + l); });
 }

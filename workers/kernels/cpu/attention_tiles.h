@@ -50,7 +50,7 @@ struct Exponents {
 struct TileRoom {
   const long d, wide, blocks;  // blocks: of 32 inputs
   const long value_tiles;      // and one of ones
-  char *queries, *values, *keys, *weights[2], *ones;
+  char *queries, *values, *keys, *weights[2], *ones, *all_ones;
   float *out, *scores[2], *offsets;
   int32_t* positions;
 
@@ -60,14 +60,14 @@ struct TileRoom {
     char* at = s.tile_space(bytes);
     auto take = [&](size_t n) { return std::exchange(at, at + n); };
     for (int i = 0; i < 2; i++) scores[i] = (float*)take(KEY_TILES * TILE_BYTES), weights[i] = take(VALUE_BLOCKS * TILE_BYTES);
-    ones = take(TILE_BYTES);
+    ones = take(TILE_BYTES), all_ones = take(TILE_BYTES);
     values = take(size_t(value_tiles * VALUE_BLOCKS) * TILE_BYTES);
     keys = take(size_t(KEYS) * key_stride());
     queries = take(size_t(tiles) * query_bytes());
     out = (float*)take(size_t(tiles) * out_floats() * 4);
     offsets = (float*)take(size_t(tiles) * 64);
     positions = (int32_t*)take(size_t(tiles) * 64);
-    for (int i = 0; i < 512; i++) ((bf16*)ones)[i] = i < 32 ? 0x3f80 : 0;
+    for (int i = 0; i < 512; i++) ((bf16*)all_ones)[i] = 0x3f80, ((bf16*)ones)[i] = i < 32 ? 0x3f80 : 0;
   }
   size_t key_stride() const { return size_t(blocks) * 64; }
   size_t query_bytes() const { return size_t(blocks) * TILE_BYTES; }
@@ -111,7 +111,8 @@ class TiledTask {
   // Folds a group of keys from position `base` on into the row tiles [first, last): while one has its softmax, the next has
   // its scores and the one before its output, as tiles and vectors can work at the same time.
   void fold(long first, long last, const KeyGroup<bf16>& now, const KeyGroup<bf16>& next, long base, bool in_pages) {
-    load_values(now, next);
+    following = &next, fetched = 0;
+    load_values(now);
     find_key_tiles(now, in_pages);
     Sight none(room.positions, base, a.window), scored = none, weighed = none, added = none;
     scored.end = weighed.end = added.end = 0;
@@ -119,13 +120,60 @@ class TiledTask {
       added = weighed, weighed = scored;
       if (t < last) scored = Sight(room.positions + t * ROWS, base, a.window);
       else scored.end = 0;
-      if (t == first) fetch(next.k, next.count);
-      if (weighed.end) soften(t - 1, weighed);
+      if (weighed.end && soften(t - 1, weighed)) rescale_lanes(t - 1);
       for (int i = 0; i < KEY_TILES; i++) {
-        if (i < scored.key_tiles()) score(t, i);
+        if (scored.end && i == 0) score(t, scored.key_tiles());
+        if (added.end && i >= 2) add_values(t - 2, i - 2, (added.key_tiles() + 1) / 2);
         if (i < (weighed.key_tiles() + 1) / 2 * 2) weigh(t - 1, i, i < weighed.key_tiles());
-        if (added.end) add_values(t - 2, i, (added.key_tiles() + 1) / 2);
       }
+    }
+  }
+  // The same for a task of one row tile, with fewer steps for a group: output lies as (rows, d), values as (32, d, 2).
+  void fold_few(long rows, const KeyGroup<bf16>& now, const KeyGroup<bf16>& next, long base) {
+    const Sight sight(room.positions, base, a.window);
+    following = &next, fetched = 0;
+    find_key_tiles(now, true);
+    score(0, sight.key_tiles());
+    load_pairs(now);
+    if (soften(0, sight)) {
+      alignas(64) float by[ROWS];
+      _mm512_store_ps(by, rescale);
+      for (long r = 0; r < rows; r++)
+        for (float *o = room.out + r * few_stride(), *end = o + few_stride(); o < end; o += 16) _mm512_store_ps(o, _mm512_mul_ps(_mm512_load_ps(o), _mm512_set1_ps(by[r])));
+    }
+    const int blocks = (sight.key_tiles() + 1) / 2;
+    for (int i = 0; i < 2 * blocks; i++) {
+      weigh(0, i, i < sight.key_tiles());
+      fetch(4);
+    }
+    for (int block = 0; block < blocks; block++) {
+      __m512i r[ROWS];
+      for (int p = 0; p < 16; p++) r[p] = _mm512_load_si512(room.weights[0] + block * TILE_BYTES + p * 64);
+      transpose_pairs(r);
+      for (int l = 0; l < ROWS; l++) _mm512_store_si512(room.weights[1] + block * TILE_BYTES + l * 64, r[l]);
+    }
+    for (long first = 0; first <= room.value_tiles; first += 5) {
+      const int n = int(std::min(5L, room.value_tiles + 1 - first));
+      float* to = room.out + first * 16;
+      each_tile(n, [&](auto c) { tiles.load<c()>(to + c() * 16, size_t(few_stride()) * 4); });
+      for (int block = 0; block < blocks; block++) {
+        tiles.load<7>(room.weights[1] + block * TILE_BYTES, 64);
+        each_tile(n, [&](auto c) {
+          tiles.load<5 + c() % 2>(first + c() < room.value_tiles ? value_tile(first + c(), block) : room.all_ones, 64);
+          tiles.multiply<c(), 7, 5 + c() % 2>();
+          fetch(2);
+        });
+      }
+      each_tile(n, [&](auto c) { tiles.store<c()>(to + c() * 16, size_t(few_stride()) * 4); });
+    }
+    fetch(KEYS);
+  }
+  template <class To> void finish_few(long rows, To to) const {
+    for (long r = 0; r < rows; r++) {
+      const float* from = room.out + r * few_stride();
+      const __m512 inverse = _mm512_set1_ps(1.f / from[room.wide]);
+      for (long i = 0; i < a.d; i += 16)
+        _mm256_mask_storeu_epi16(to(r) + i, columns_mask(size_t(i), size_t(a.d)), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_load_ps(from + i), inverse)));
     }
   }
   // Takes what a lane has so far to a lane of another row tile.
@@ -150,10 +198,12 @@ class TiledTask {
   const Attention<bf16>& a;
   const TileRoom& room;
   const __m512 unit;
-  __m512 offset;
+  __m512 offset, rescale;
+  const KeyGroup<bf16>* following = nullptr;
+  int fetched = 0;  // of them
   const char* key_tiles[KEY_TILES];
   size_t key_stride;
-  Tiles tiles;  // 0 to 4: output; 5: scores; 6: keys or values; 7: queries or weights
+  Tiles tiles;  // 0 to 4: output or scores; 5, 6: values or keys; 7: weights or queries
 
   static TileShapes shapes() {
     TileShapes shapes;
@@ -163,8 +213,10 @@ class TiledTask {
   char* queries(long t) const { return room.queries + size_t(t) * room.query_bytes(); }
   float* out(long t) const { return room.out + size_t(t) * room.out_floats(); }
 
-  static void fetch(const bf16* const* rows, int count) {
-    for (int j = 0; j < count; j++) _mm_prefetch(rows[j], _MM_HINT_T1), _mm_prefetch(rows[j] + 32, _MM_HINT_T1);
+  // Of some more of the keys that are likely to come next, and their values; many at once would only queue up.
+  void fetch(int count) {
+    for (const int end = std::min(fetched + count, following->count); fetched < end; fetched++)
+      for (long i = 0; i < a.d; i += 32) _mm_prefetch(following->k[fetched] + i, _MM_HINT_T1), _mm_prefetch(following->v[fetched] + i, _MM_HINT_T1);
   }
   void find_key_tiles(const KeyGroup<bf16>& now, bool in_pages) {
     if (in_pages && a.d % 32 == 0 && a.cache.block_size % 16 == 0) {
@@ -177,38 +229,57 @@ class TiledTask {
       for (long i = 0; i < room.blocks; i++) _mm512_store_si512(room.keys + j * key_stride + i * 64, PairProducts::pairs_at(now.k[j], i * 32, a.d));
     for (int i = 0; i < KEY_TILES; i++) key_tiles[i] = room.keys + i * 16 * key_stride;
   }
-  // Tiles of 16 elements of 32 keys, zero from the group's end on.
-  void load_values(const KeyGroup<bf16>& now, const KeyGroup<bf16>& next) {
-    fetch(next.v, next.count);
-    for (int block = 0; block * 32 < now.count; block++)
+  long few_stride() const { return room.wide + 16; }
+  // Pairs of the values of two keys, 16 elements of 32 keys a tile, zero from the group's end on.
+  void load_pairs(const KeyGroup<bf16>& now) {
+    const __m512i low = interleave_low(), high = interleave_high();
+    for (int j = 0; j < (now.count + 31) / 32 * 32; j += 2) {
       for (long i = 0; i < room.wide; i += 32) {
-        __m512i low[16], high[16];
-        for (int p = 0; p < 16; p++) {
-          const int j = block * 32 + 2 * p;
-          const __m512i even = j < now.count ? PairProducts::pairs_at(now.v[j], i, a.d) : _mm512_setzero_si512();
-          const __m512i odd = j + 1 < now.count ? PairProducts::pairs_at(now.v[j + 1], i, a.d) : _mm512_setzero_si512();
-          low[p] = _mm512_unpacklo_epi16(even, odd), high[p] = _mm512_unpackhi_epi16(even, odd);
-        }
-        transpose_pairs(low), transpose_pairs(high);
-        for (int n = 0; n < 16; n++) {
-          const long at = i + n / 4 * 8 + n % 4;
-          if (at < room.wide) _mm512_store_si512(value_row(at, block), low[n]), _mm512_store_si512(value_row(at + 4, block), high[n]);
-        }
+        const __m512i even = values_at(now, j, i), odd = values_at(now, j + 1, i);
+        char* to = value_tile(i / 16, j / 32) + j % 32 * 32;
+        _mm512_store_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+        if (i + 16 < room.wide) _mm512_store_si512(to + VALUE_BLOCKS * TILE_BYTES, _mm512_permutex2var_epi16(even, high, odd));
       }
-  }
-  char* value_row(long i, int block) const { return room.values + (i / 16 * VALUE_BLOCKS + block) * TILE_BYTES + i % 16 * 64; }
-
-  void score(long t, int i) {
-    tiles.zero<5>();
-    for (long b = 0; b < room.blocks; b++) {
-      tiles.load<6>(key_tiles[i] + b * 64, key_stride);
-      tiles.load<7>(queries(t) + b * TILE_BYTES, 64);
-      tiles.multiply<5, 6, 7>();
+      if (j % 4 == 0) fetch(1);
     }
-    tiles.store<5>(room.scores[t & 1] + i * 256, 64);
   }
-  // Finds the largest scores so far and scales down what has been added up.
-  void soften(long t, const Sight& sight) {
+  // Tiles of 16 elements of 32 keys, zero from the group's end on.
+  void load_values(const KeyGroup<bf16>& now) {
+    for (int block = 0; block * 32 < now.count; block++)
+      for (long i = 0; i < room.wide; i += 32) load_half<false>(now, block, i), load_half<true>(now, block, i);
+  }
+  // Elements i + 8n + 4 HIGH .. + 3 of 32 keys, n < 4.
+  template <bool HIGH> void load_half(const KeyGroup<bf16>& now, int block, long i) {
+    __m512i r[16];
+    for (int p = 0; p < 16; p++) {
+      const __m512i even = values_at(now, block * 32 + 2 * p, i), odd = values_at(now, block * 32 + 2 * p + 1, i);
+      r[p] = HIGH ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
+    }
+    transpose_pairs(r);
+    for (int n = 0; n < 16 && i + n / 4 * 8 < room.wide; n++)
+      _mm512_store_si512(value_tile((i + n / 4 * 8) / 16, block) + (n / 4 * 8 + n % 4 + HIGH * 4) % 16 * 64, r[n]);
+  }
+  __m512i values_at(const KeyGroup<bf16>& now, int j, long i) const {
+    return j < now.count ? PairProducts::pairs_at(now.v[j], i, a.d) : _mm512_setzero_si512();
+  }
+  char* value_tile(long tile, int block) const {
+    return tile < room.value_tiles ? room.values + (tile * VALUE_BLOCKS + block) * TILE_BYTES : room.ones;
+  }
+
+  void score(long t, int count) {
+    tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
+    for (long b = 0; b < room.blocks; b++) {
+      tiles.load<7>(queries(t) + b * TILE_BYTES, 64);
+      each_tile(count, [&](auto c) {
+        tiles.load<5 + c() % 2>(key_tiles[c()] + b * 64, key_stride);
+        tiles.multiply<c(), 5 + c() % 2, 7>();
+        fetch(2);
+      });
+    }
+    each_tile(count, [&](auto c) { tiles.store<c()>(room.scores[t & 1] + c() * 256, 64); });
+  }
+  // Finds the largest scores so far; whether what has been added up has to be multiplied by `rescale`.
+  bool soften(long t, const Sight& sight) {
     float* scores = room.scores[t & 1];
     const int keys = sight.key_tiles() * 16;
     if (a.cap > 0.f)
@@ -231,11 +302,14 @@ class TiledTask {
     broken |= _mm512_cmp_ps_mask(top, _mm512_set1_ps(INFINITY), _CMP_EQ_OQ);
     const __m512 old = _mm512_load_ps(room.offsets + t * ROWS);
     offset = _mm512_min_ps(old, _mm512_fnmadd_round_ps(top, unit, _mm512_set1_ps(Exponents::BIASED_ZERO), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
-    if (!(_mm512_cmp_ps_mask(offset, old, _CMP_LT_OQ) | broken)) return;
+    if (!(_mm512_cmp_ps_mask(offset, old, _CMP_LT_OQ) | broken)) return false;
     _mm512_store_ps(room.offsets + t * ROWS, offset);
-    if (!(_mm512_cmp_ps_mask(old, _mm512_set1_ps(NOTHING_SEEN), _CMP_LT_OQ) | broken)) return;
+    if (!(_mm512_cmp_ps_mask(old, _mm512_set1_ps(NOTHING_SEEN), _CMP_LT_OQ) | broken)) return false;
     const __m512 less = exp2_short(_mm512_mul_ps(_mm512_sub_ps(offset, old), _mm512_set1_ps(1.f / Exponents::STEPS)));
-    const __m512 rescale = _mm512_mask_mov_ps(less, broken, _mm512_set1_ps(NAN));
+    rescale = _mm512_mask_mov_ps(less, broken, _mm512_set1_ps(NAN));
+    return true;
+  }
+  void rescale_lanes(long t) {
     for (float *o = out(t), *end = o + (room.wide + 1) * ROWS; o < end; o += ROWS) _mm512_store_ps(o, _mm512_mul_ps(_mm512_load_ps(o), rescale));
   }
   void weigh(long t, int i, bool seen) {
@@ -247,24 +321,23 @@ class TiledTask {
       _mm512_store_si512(weights + j * 32, pairs);
     }
   }
-  // A quarter of the second product of a row tile, over `blocks` blocks of 32 keys. The tiles of output are taken in parts
-  // of at most five, each in four moves.
-  void add_values(long t, int quarter, int blocks) {
+  // Half of the second product of a row tile, over `blocks` blocks of 32 keys. The tiles of output are taken in parts of at
+  // most five, each in two moves.
+  void add_values(long t, int half, int blocks) {
     const long count = room.value_tiles + 1, parts = (count + 4) / 5;
-    for (long move = quarter * parts; move < (quarter + 1) * parts; move++) {
-      const long first = move / 4 * 5;
-      const int n = int(std::min(5L, count - first)), what = int(move % 4);
+    for (long move = half * parts; move < (half + 1) * parts; move++) {
+      const long first = move / 2 * 5;
+      const int n = int(std::min(5L, count - first)), block = int(move % 2);
       float* to = out(t) + first * 256;
-      if (what == 0) each_tile(n, [&](auto c) { tiles.load<c()>(to + c() * 256, 64); });
-      else if (what == 3) each_tile(n, [&](auto c) { tiles.store<c()>(to + c() * 256, 64); });
-      else if (what <= blocks) {
-        tiles.load<7>(room.weights[t & 1] + (what - 1) * TILE_BYTES, 64);
+      if (block == 0) each_tile(n, [&](auto c) { tiles.load<c()>(to + c() * 256, 64); });
+      if (block < blocks) {
+        tiles.load<7>(room.weights[t & 1] + block * TILE_BYTES, 64);
         each_tile(n, [&](auto c) {
-          const long tile = first + c();
-          tiles.load<6>(tile < room.value_tiles ? room.values + (tile * VALUE_BLOCKS + what - 1) * TILE_BYTES : room.ones, 64);
-          tiles.multiply<c(), 6, 7>();
+          tiles.load<5 + c() % 2>(value_tile(first + c(), block), 64);
+          tiles.multiply<c(), 5 + c() % 2, 7>();
         });
       }
+      if (block == 1) each_tile(n, [&](auto c) { tiles.store<c()>(to + c() * 256, 64); });
     }
   }
   template <class F> static void each_tile(int n, F f) {
