@@ -197,7 +197,7 @@ class Kernels(Protocol):
 
         out_dtype: of the result; None: the dtype of the weight. float32 saves the head a conversion.
         quantization: the result is a product with `quantize(weight, quantization).values()`; kernels may
-        round the inputs to 8 bits as well, every row for itself. Raises ValueError where the weight does
+        round the inputs too, to 8 or 16 bits, every row for itself. Raises ValueError where the weight does
         not fit that form. order: of the inputs, with one node; None, or where the products are torch's: any.
         """
         ...

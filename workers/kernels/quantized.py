@@ -6,7 +6,7 @@
   that came from it gets the codes back that it had.
 
 Rounding is to nearest, half to even. Every kernel set computes with these same values; the packed products of
-`workers.kernels.packed_quantized` round their inputs to 8 bits too.
+`workers.kernels.packed_quantized` round their inputs to 8 or 16 bits too.
 """
 
 from __future__ import annotations

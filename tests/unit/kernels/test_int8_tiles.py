@@ -99,7 +99,7 @@ def test_two_ranks_have_the_bits_of_one(name: str, border: int) -> None:
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_largest_sums_are_exact(name: str) -> None:
-    """Every product of a group at its largest: far from where int32 ends, and of a long leaf group by group."""
+    """All products at their largest: far from where int32 ends, as long leaves have several groups."""
     order = one_leaf(16 * MOST)
     weight = QuantizedWeight(
         codes=torch.full((32, order.num_inputs), -127, dtype=torch.int8), scales=torch.ones(32), minima=None

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from tests.unit.kernels.builds import HAS_AVX512_BF16, MARCHES, build
 from workers.kernels import (
-    PackedLinear,
     Quantization,
     SumOrder,
     TorchKernels,
@@ -88,8 +87,8 @@ def test_weights_beyond_half_precision_are_refused() -> None:
 
 
 def rounded(x: torch.Tensor, linear: NativeLinear) -> torch.Tensor:
-    """x (rows, in) bfloat16 as the packed products take it: 8 bits, a scale for every 32; of tiles 16, and one
-    scale. float64."""
+    """x (rows, in) bfloat16 as the packed products take it, in float64: in 8 bits with a scale for every 32;
+    tiles take 16 bits with one scale."""
     is_tiled = linear.format is WeightFormat.INT8_TILES
     width, most = (x.shape[1], 127 * 256) if is_tiled else (GROUP, 127)
     groups = F.pad(x.float(), (0, -x.shape[1] % width)).unflatten(1, (-1, width))

@@ -21,38 +21,41 @@ constexpr float BYTES_END = 127 * 256;             // what the largest value of 
 
 inline size_t rounded_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-// Rows as the tiles take them: [scales, to a whole cache line | upper bytes], then [unused | lower bytes].
+// Rows as the tiles take them, BYTE_ROWS together: the scales [groups][rows], to a whole cache line, then for every 64 inputs
+// of a group a tile, of every row the upper and the lower bytes. The last rows of the last block may be anything.
 struct ByteRows {
   const long* widths;  // inputs of each group
   size_t groups;
-  size_t codes_at() const { return rounded_up(groups * sizeof(float), 64); }
-  size_t half_bytes() const {
-    size_t bytes = codes_at();
-    for (size_t g = 0; g < groups; g++) bytes += rounded_up(size_t(widths[g]), BYTE_INPUTS);
+  size_t tiles_at() const { return rounded_up(groups * BYTE_ROWS * sizeof(float), 64); }
+  size_t block_bytes() const {
+    size_t bytes = tiles_at();
+    for (size_t g = 0; g < groups; g++) bytes += tiles_of(widths[g]) * 1024;
     return bytes;
   }
+  static size_t tiles_of(long width) { return (size_t(width) + BYTE_INPUTS - 1) / BYTE_INPUTS; }
 
-  // A value that is not finite makes its group's scale NaN or infinite, and with it every product of the row.
-  void quantize(const bf16* x, char* row) const {
-    float* scales = (float*)row;
-    char *upper = row + codes_at(), *lower = upper + half_bytes();
+  // Row r of those at `rows`. A value that is not finite makes its group's scale NaN or infinite, and with it every product.
+  void quantize(const bf16* x, char* rows, size_t r) const {
+    char* block = rows + r / BYTE_ROWS * block_bytes();
+    float* scales = (float*)block + r % BYTE_ROWS;
+    char* to = block + tiles_at() + r % BYTE_ROWS * 128;
     for (size_t g = 0; g < groups; x += widths[g++]) {
       const long width = widths[g];
       __m512i magnitudes = _mm512_setzero_si512();
-      for (long i = 0; i < width; i += 32) magnitudes = _mm512_max_epu16(magnitudes, _mm512_and_si512(values(x, i, width), _mm512_set1_epi16(0x7fff)));
+      for (long i = 0; i < width; i += 32)
+        magnitudes = _mm512_max_epu16(magnitudes, _mm512_and_si512(values(x, i, width), _mm512_set1_epi16(0x7fff)));
       const float max = widen(largest_of(magnitudes));
       const bool is_zero = max < TOO_SMALL;
       const __m512 inverse = _mm512_set1_ps(is_zero ? 0.f : BYTES_END / max);
-      scales[g] = is_zero ? 0.f : max / BYTES_END;
-      for (long i = 0, end = long(rounded_up(size_t(width), BYTE_INPUTS)); i < end; i += 32, upper += 32, lower += 32) {
-        const __m512i x32 = values(x, i, width);
-        const __m256i first = _mm512_cvtepi32_epi16(scaled_codes(_mm512_castsi512_si256(x32), inverse));
-        const __m256i second = _mm512_cvtepi32_epi16(scaled_codes(_mm512_extracti64x4_epi64(x32, 1), inverse));
-        const __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-        // The lower byte counts from -128 to 127, so the upper one is that of the nearest multiple of 256.
-        _mm256_storeu_si256((__m256i*)upper, _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(codes, _mm512_set1_epi16(128)), 8)));
-        _mm256_storeu_si256((__m256i*)lower, _mm512_cvtepi16_epi8(codes));
-      }
+      scales[g * BYTE_ROWS] = is_zero ? 0.f : max / BYTES_END;
+      for (long i = 0; i < width; i += BYTE_INPUTS, to += 1024)
+        for (long j = 0; j < long(BYTE_INPUTS); j += 32) {
+          const __m512i codes = scaled_codes(values(x, i + j, width), inverse);
+          // The lower byte counts from -128 to 127, so the upper one is that of the nearest multiple of 256.
+          const __m512i upper = _mm512_srai_epi16(_mm512_add_epi16(codes, _mm512_set1_epi16(128)), 8);
+          _mm256_store_si256((__m256i*)(to + j), _mm512_cvtepi16_epi8(upper));
+          _mm256_store_si256((__m256i*)(to + 64 + j), _mm512_cvtepi16_epi8(codes));
+        }
     }
   }
 
@@ -60,6 +63,11 @@ struct ByteRows {
   static __m512i values(const bf16* x, long i, long width) {  // 32 from i on, zeros from `width` on
     const long left = width - i;
     return left >= 32 ? _mm512_loadu_si512(x + i) : _mm512_maskz_loadu_epi16(left > 0 ? (1u << left) - 1 : 0, x + i);
+  }
+  static __m512i scaled_codes(__m512i values, __m512 inverse) {  // of 32 bf16 values, in 16 bits each
+    const __m256i first = _mm512_cvtepi32_epi16(::scaled_codes(_mm512_castsi512_si256(values), inverse));
+    const __m256i second = _mm512_cvtepi32_epi16(::scaled_codes(_mm512_extracti64x4_epi64(values, 1), inverse));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
   }
 };
 
@@ -78,24 +86,24 @@ struct Int8Tiles {
     }
   }
 
-  // Rows of bytes from a0 on, with TWO as many from a1 on, times 32 columns at b: sums in tiles 0 to 3. With FETCH the
-  // columns come from memory.
+  // The rows of a block at a0, with TWO also those of one at a1, times 32 columns at b, `count` tiles deep: sums in tiles 0
+  // to 3. With FETCH the columns come from memory.
   template <bool TWO, bool FETCH>
-  static void block(Tiles& tiles, const char* a0, const char* a1, size_t a_row, size_t inputs, const char* b) {
+  static void block(Tiles& tiles, const char* a0, const char* a1, const char* b, size_t count) {
     tiles.zero<0>(), tiles.zero<1>();
     if constexpr (TWO) tiles.zero<2>(), tiles.zero<3>();
-    for (size_t k = 0; k < inputs; k += BYTE_INPUTS, a0 += 64, a1 += 64, b += 2048) {
+    for (; count; count--, a0 += 1024, a1 += 1024, b += 2048) {
       if constexpr (FETCH) {
 #pragma GCC unroll 32
         for (size_t i = 0; i < 2048; i += 64) _mm_prefetch(b + 1024 + i, _MM_HINT_T0);
       }
       tiles.load<6>(b, 128);
       tiles.load<7>(b + 64, 128);
-      tiles.load<4>(a0, a_row);
+      tiles.load<4>(a0, 64);
       tiles.multiply_bytes<0, 4, 6>();
       tiles.multiply_bytes<1, 4, 7>();
       if constexpr (TWO) {
-        tiles.load<5>(a1, a_row);
+        tiles.load<5>(a1, 64);
         tiles.multiply_bytes<2, 5, 6>();
         tiles.multiply_bytes<3, 5, 7>();
       }
@@ -111,22 +119,19 @@ struct Int8Tiles {
     }
   }
 
-  // Sums of a group in tiles become sums of floats: 32 columns of the rows from `begin` to `end`, in blocks that start at
-  // `starts`, one or two.
+  // Sums of a group in tiles become sums of floats: 32 columns of `count` rows, one block or two.
   struct Finish {
-    size_t begin, end, starts[2];
+    size_t count;
     bool first, last;  // group of its leaf: over what is there; times the scales of the columns, and then joined
     long joins;        // as in Target of gemm.h, as `level`
     size_t level;
-    const float *row_scales, *column_scales;
-    size_t row_stride;  // of row_scales, in floats
+    const float *row_scales[2], *column_scales;
     float* to;
 
     void operator()(const int32_t* products) const {
-      for (size_t r = begin; r < end; r++) {
-        const size_t block = (r - begin) / BYTE_ROWS;
-        const int32_t* sums = products + block * 512 + (r - starts[block]) * 64;  // of the upper, then of the lower bytes
-        const __m512 scale = _mm512_set1_ps(row_scales[r * row_stride]);
+      for (size_t r = 0; r < count; r++) {
+        const int32_t* sums = products + r * 64;  // of the upper, then of the lower bytes
+        const __m512 scale = _mm512_set1_ps(row_scales[r / BYTE_ROWS][r % BYTE_ROWS]);
 #pragma GCC unroll 2
         for (size_t v = 0; v < 32; v += 16) {
           const __m512 upper = _mm512_cvtepi32_ps(_mm512_load_si512(sums + v)), lower = _mm512_cvtepi32_ps(_mm512_load_si512(sums + 32 + v));
@@ -141,38 +146,37 @@ struct Int8Tiles {
     }
   };
 
-  // Rows made by ByteRows times a unit, as quantized_unit of quant_rows.h; at most CHUNK_ROWS rows. More than BYTE_ROWS go in
-  // blocks of so many, two at a time, the last of which may start inside the one before. What tiles leave is finished
-  // while the next ones are at work, before these store theirs: loads would wait for stores in front of them.
+  // Rows made by ByteRows times a unit, as quantized_unit of quant_rows.h; at most CHUNK_ROWS rows, in pairs of blocks. What
+  // tiles leave is finished while the next ones are at work, before these store theirs: loads would wait for stores in
+  // front of them.
   static void unit_sums(const ByteRows& form, const char* rows, size_t count, const SumOrder& order, const char* unit, int vecs, float* sums) {
     alignas(64) int32_t products[2 * 16 * 32];
     Finish pending{};
-    const size_t half = form.half_bytes(), block_rows = std::min(count, BYTE_ROWS), blocks = (count + BYTE_ROWS - 1) / BYTE_ROWS;
+    const size_t block_bytes = form.block_bytes();
     const float* scales = (const float*)(unit + vecs * 16 * order.inputs());
     TileShapes shapes;
-    for (int t = 0; t < 6; t++) shapes.set(t, int(2 * block_rows), 64);  // sums and rows
+    for (int t = 0; t < 6; t++) shapes.set(t, int(2 * std::min(count, BYTE_ROWS)), 64);  // sums and rows
     for (int t = 6; t < 8; t++) shapes.set(t, 16, 64);
     Tiles tiles(shapes);
-    const auto first = [&](size_t block) { return std::min(block * BYTE_ROWS, count - block_rows); };
     for (int v = 0; v < vecs; v += 2, sums += 32, scales += 32) {
-      const char* a = rows + form.codes_at();
+      size_t at = form.tiles_at(), g = 0;  // in a block
       float* to = sums;
-      size_t g = 0;
       for (long l = 0; l < order.count; to += long(count * UNIT) * (1 - order.leaves[l++].joins))
         for (long left = order.leaves[l].inputs, all = left; left > 0; g++) {
-          const size_t width = rounded_up(size_t(form.widths[g]), GROUP), deep = rounded_up(width, BYTE_INPUTS);
+          const size_t width = rounded_up(size_t(form.widths[g]), GROUP), deep = form.tiles_of(form.widths[g]);
           const bool is_first = left == all, is_last = (left -= long(width)) == 0;
-          for (size_t i = 0; i < blocks; i += 2) {
-            const bool two = i + 1 < blocks;
-            const char *a0 = a + first(i) * 2 * half, *a1 = two ? a + first(i + 1) * 2 * half : a0;
-            const auto run = i ? (two ? block<true, false> : block<false, false>) : two ? block<true, true> : block<false, true>;
-            run(tiles, a0, a1, half, deep, unit);
+          const long joins = is_last ? order.leaves[l].joins : 0;
+          for (size_t r = 0; r < count; r += 2 * BYTE_ROWS) {
+            const char *a0 = rows + r / BYTE_ROWS * block_bytes, *a1 = a0 + block_bytes;
+            const bool two = r + BYTE_ROWS < count;
+            const auto run = r ? (two ? block<true, false> : block<false, false>) : two ? block<true, true> : block<false, true>;
+            run(tiles, a0 + at, a1 + at, unit, deep);
             pending(products);
             store(tiles, two, products);
-            pending = {i * BYTE_ROWS, std::min(count, (i + 2) * BYTE_ROWS), {first(i), first(i + 1)}, is_first, is_last,
-                       is_last ? order.leaves[l].joins : 0, count * UNIT, (const float*)rows + g, scales, half / 2, to};
+            const float *scales0 = (const float*)a0 + g * BYTE_ROWS, *scales1 = (const float*)a1 + g * BYTE_ROWS;
+            pending = {std::min(count - r, 2 * BYTE_ROWS), is_first, is_last, joins, count * UNIT, {scales0, scales1}, scales, to + r * UNIT};
           }
-          a += deep, unit += width * 32;
+          at += deep * 1024, unit += width * 32;
         }
     }
     pending(products);

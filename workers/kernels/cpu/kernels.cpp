@@ -186,8 +186,8 @@ void tandem_linear(const PackedWeights* weights, const void* x, long x_stride, l
   LinearRows input{(const char*)x, size_t(x_stride)};
   if (is_quantized(*weights)) {
     const size_t bytes = input_bytes(*weights);
-    char* prepared = (char*)row_scratch<CacheLine>(rows * long(bytes) / 64 + 1);
-    for_rows(rows, 8 * weights->k, threads, [&](long r) { prepare_row(*weights, (const bf16*)((const char*)x + r * x_stride), prepared + size_t(r) * bytes); });
+    char* prepared = (char*)row_scratch<CacheLine>(long(prepared_lines(rows, bytes)));
+    for_rows(rows, 8 * weights->k, threads, [&](long r) { prepare_row(*weights, (const bf16*)((const char*)x + r * x_stride), prepared, size_t(r)); });
     input = {prepared, bytes};
   }
   for_tasks(linear_tasks(*weights, rows), threads, [] { return LinearScratch(); }, [&](long i, LinearScratch& scratch) {

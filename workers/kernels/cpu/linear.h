@@ -49,6 +49,8 @@ class LinearScratch {
 struct alignas(64) CacheLine {
   char bytes[64];
 };
+constexpr size_t ROWS_TOGETHER = 8;  // that some formats lay out as one
+inline size_t prepared_lines(long rows, size_t row_bytes) { return (size_t(rows) + ROWS_TOGETHER - 1) * row_bytes / sizeof(CacheLine) + 1; }
 struct LinearRows {
   const char* first;
   size_t stride;
@@ -59,19 +61,21 @@ inline size_t element_bytes(long format) { return format == FLOATS ? 4 : 2; }
 inline Units units_of(const PackedWeights& w) { return {size_t(w.columns), size_t(w.k), element_bytes(w.format)}; }
 #ifdef HAS_QUANTIZED
 #ifdef HAS_TILES
+static_assert(BYTE_ROWS == ROWS_TOGETHER);
 inline ByteRows byte_rows(const PackedWeights& w) { return {w.widths, size_t(w.groups)}; }
 #endif
 inline size_t input_bytes(const PackedWeights& w) {
 #ifdef HAS_TILES
-  if (w.format == INT8_TILES) return 2 * byte_rows(w).half_bytes();
+  if (w.format == INT8_TILES) return byte_rows(w).block_bytes() / BYTE_ROWS;
 #endif
   return is_quantized(w) ? row_bytes(size_t(w.groups)) : size_t(w.k) * element_bytes(w.format);
 }
-inline void prepare_row(const PackedWeights& w, const bf16* x, char* row) {
+// Row r of `rows`, for which there is room for ROWS_TOGETHER - 1 rows more than there are.
+inline void prepare_row(const PackedWeights& w, const bf16* x, char* rows, size_t r) {
 #ifdef HAS_TILES
-  if (w.format == INT8_TILES) return byte_rows(w).quantize(x, row);
+  if (w.format == INT8_TILES) return byte_rows(w).quantize(x, rows, r);
 #endif
-  quantize_row(x, w.widths, size_t(w.groups), row);
+  quantize_row(x, w.widths, size_t(w.groups), rows + r * input_bytes(w));
 }
 
 // groups: of 32 inputs, filled up.
@@ -93,7 +97,7 @@ inline void quantized_sums(const PackedWeights& w, const Units& units, size_t u,
 }
 #else  // and no weights in those formats
 inline size_t input_bytes(const PackedWeights& w) { return size_t(w.k) * element_bytes(w.format); }
-inline void prepare_row(const PackedWeights&, const bf16*, char*) {}
+inline void prepare_row(const PackedWeights&, const bf16*, char*, size_t) {}
 inline void quantized_sums(const PackedWeights&, const Units&, size_t, const char*, size_t, bool, float*) {}
 #endif
 

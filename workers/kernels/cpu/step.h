@@ -77,7 +77,7 @@ struct StepScratch {
     auto consider = [&](const PackedWeights& w) { if (is_quantized(w)) row_bytes = std::max(row_bytes, input_bytes(w)); };
     for (long l = 0; l < m.num_layers; l++) consider(m.layers[l].qkv), consider(m.layers[l].output), consider(m.layers[l].up), consider(m.layers[l].down);
     consider(m.head);
-    if (const size_t wanted = size_t(tokens) * row_bytes / 64 + 1; prepared.size() < wanted) prepared.resize(wanted);
+    if (const size_t wanted = prepared_lines(tokens, row_bytes); prepared.size() < wanted) prepared.resize(wanted);
     if (long(drawing.size()) < team) drawing.resize(team);
     const long wanted = (m.num_layers + 1) * 5 * team;
     if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
@@ -193,12 +193,12 @@ template <class S> class StepWalk {
   const char* prepared(const PackedWeights& w, const bf16* x) {
     const size_t bytes = input_bytes(w);
     if (rows <= team) {
-      if (const size_t wanted = size_t(rows) * bytes / 64 + 1; own.size() < wanted) own.resize(wanted);
-      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, (char*)own.data() + size_t(r) * bytes);
+      if (const size_t wanted = prepared_lines(rows, bytes); own.size() < wanted) own.resize(wanted);
+      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, (char*)own.data(), size_t(r));
       return (const char*)own.data();
     }
     char* all = (char*)s.prepared.data();
-    each_row([&](long r) { prepare_row(w, x + r * w.k, all + size_t(r) * bytes); });
+    each_row([&](long r) { prepare_row(w, x + r * w.k, all, size_t(r)); });
     return all;
   }
   // s.mixed (rows, hidden) = x * w, of all ranks. False as of add_up.
