@@ -22,7 +22,7 @@ ORDERS = {  # whole tiles, half ones, odd ends, leaves of several groups
     "leaves": balanced([one_leaf(width) for width in (64, 32, 33, 128, 7, 100)]),
     "long leaves": balanced([one_leaf(width) for width in (MOST + 40, 2 * MOST, 70)]),
 }
-ROWS = [1, 2, 7, 8, 9, 15, 16, 17, 24, 33, 96, 97, 130]
+ROWS = [1, 2, 7, 8, 9, 16, 17, 24, 33, 97]
 
 
 def codes(out_features: int, in_features: int) -> QuantizedWeight:
@@ -66,7 +66,7 @@ def in_tile_order(x: torch.Tensor, weight: QuantizedWeight, order: SumOrder) -> 
 
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("out_features", [1, 50, 64, 130, 200])
+@pytest.mark.parametrize("out_features", [1, 64, 130])
 def test_bits_at_every_border(name: str, order: SumOrder, out_features: int) -> None:
     weight, bias = codes(out_features, order.num_inputs), torch.randn(out_features).bfloat16()
     linear = tiled_linear(name, weight, order, bias)
