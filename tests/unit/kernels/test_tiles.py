@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from tests.unit.kernels.builds import CPU_FLAGS, HAS_AVX512_BF16, TILE_BUILDS, build
+from workers.kernels import Quantization, SumOrder, balanced, one_leaf
 from workers.kernels.compiler import default_cache, library
 from workers.kernels.native import CpuKernels
 from workers.kernels.packed import NativeLinear, WeightFormat
+from workers.kernels.quantized import quantize
 
 needs_vectors = pytest.mark.skipif(not HAS_AVX512_BF16, reason="tiles are built beside AVX512-BF16")
 SHAPES = [(64, 32), (1, 2), (50, 64), (130, 74), (192, 30), (200, 576)]  # (out, in)
@@ -76,6 +78,30 @@ def test_two_threads_give_the_bits_of_one(name: str) -> None:
     assert torch.equal(linear(x), wanted)
 
 
+INT4_ORDERS = {
+    "one leaf": one_leaf(576),
+    "odd": one_leaf(70),
+    "leaves": balanced([one_leaf(width) for width in (40, 288, 80, 6, 31)]),
+    "nested": balanced([balanced([one_leaf(32)] * 3)] * 3),
+}
+
+
+@needs_vectors
+@pytest.mark.parametrize("name", TILE_BUILDS)
+@pytest.mark.parametrize("out_features", [1, 64, 130])
+@pytest.mark.parametrize("order", INT4_ORDERS.values(), ids=INT4_ORDERS)
+def test_int4_has_the_bits_of_single_rows(name: str, out_features: int, order: SumOrder) -> None:
+    """Few rows are multiplied by vectors, 32 and more by tiles."""
+    kernels = CpuKernels(build(name), torch.bfloat16)
+    weight = quantize(torch.randn(out_features, order.num_inputs).bfloat16(), Quantization.INT4)
+    linear = kernels.pack_quantized(weight, None, torch.bfloat16, torch.float32, order)
+    x = torch.randn(max(ROWS), order.num_inputs).bfloat16()
+    wanted = torch.cat([linear(row) for row in x.split(1)])
+    for rows in (*ROWS, *range(34, 48)):
+        assert torch.equal(linear(x[:rows]), wanted[:rows]), rows
+        assert torch.equal(linear(x[-rows:]), wanted[-rows:]), rows
+
+
 @pytest.fixture(scope="module")
 def amx_build() -> Path:
     """What a machine with AMX builds; it cannot be used on others."""
@@ -90,9 +116,10 @@ def test_a_machine_with_amx_gets_its_instructions(amx_build: Path) -> None:
     assert found == moves | {"tdpbf16ps", "tdpbssd"}
     # C += A * B, last operand first: no other pairing of registers.
     linear = {("6", "4", "0"), ("7", "4", "1"), ("6", "5", "2"), ("7", "5", "3")}
+    int4 = {(str(6 + c % 2), a, str(c)) for c in range(4) for a in "45"}
     right = {("7", "56"[c % 2], str(c)) for c in range(5)}  # of attention: queries or weights on the right
     left = {(b, a, c) for a, b, c in right}  # and of few rows on the left
-    for product, wanted in {"tdpbf16ps": linear | right | left, "tdpbssd": linear}.items():
+    for product, wanted in {"tdpbf16ps": linear | right | left, "tdpbssd": linear | int4}.items():
         assert set(re.findall(product + r" %tmm(\d),%tmm(\d),%tmm(\d)", code)) == wanted
 
 

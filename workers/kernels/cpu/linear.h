@@ -9,6 +9,7 @@
 #ifdef __AVX512BF16__
 #define HAS_QUANTIZED
 #include "gemm_int4.h"
+#include "gemm_int4_tiles.h"
 #include "gemm_int8.h"
 #include "gemm_int8_tiles.h"
 #endif
@@ -92,6 +93,13 @@ inline void quantized_sums(const PackedWeights& w, const Units& units, size_t u,
 #endif
   const size_t groups = size_t(w.groups);
   const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, groups);
+#ifdef HAS_TILES
+  static const bool has_tiles = can_use_tiles();  // which asks the system
+  if (w.format == INT4 && has_tiles && count >= INT4_TILES_FROM) {
+    const auto run = units.vecs(u) == 4 ? Int4Tiles<4>::unit_sums : Int4Tiles<2>::unit_sums;
+    return run((const RowGroup*)rows, count, groups, w.order, unit, sums);
+  }
+#endif
   if (w.format == INT4) quantized_unit<Int4>(rows, count, groups, w.order, unit, units.vecs(u), fetch, sums);
   else quantized_unit<Int8>(rows, count, groups, w.order, unit, units.vecs(u), fetch, sums);
 }
