@@ -55,7 +55,6 @@ from workers.runtime.device import make_current
 from workers.runtime.executor import GroupExecutor
 from workers.runtime.follower_link import FollowerLink
 from workers.runtime.handshake import Facts, Rendezvous, new_token
-from workers.runtime.heap import use_huge_pages
 from workers.runtime.leader_link import LeaderLink
 from workers.runtime.process_group import STORE_TIMEOUT_S, ProcessGroup
 from workers.runtime.rank_model import RankFacts, RankModel
@@ -172,7 +171,6 @@ class Leader:
         except Exception:
             self.close()
             raise
-        use_huge_pages()
         return facts
 
     def metered(self) -> MeteredModel:
