@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.builds import MARCHES, build
+from tests.unit.kernels.builds import MARCHES, PACKED, build
 from tests.unit.kernels.collective_rank import (
     NUM_ROUNDS,
     PATIENCE_S,
@@ -29,7 +29,9 @@ from tests.unit.kernels.collective_rank import (
     part,
     sums,
 )
+from workers.kernels import balanced, divide, one_leaf
 from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
+from workers.kernels.native import CpuKernels
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 0.5
@@ -114,6 +116,28 @@ def test_exact_values_and_the_same_bits_on_all_ranks(size: int) -> None:
 @pytest.mark.parametrize("march", [march for march in MARCHES if march != "native"])
 def test_builds_for_older_cpus_give_the_same_bits(march: str) -> None:
     assert in_threads(4, sums, timeout_s=PATIENCE_S, march=march) == [expected_sums(4)] * 4
+
+
+@pytest.mark.skipif(not PACKED, reason="no packed products on this CPU")
+@pytest.mark.parametrize("march", PACKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_join_keeps_the_denormals_that_one_rank_keeps(march: str, dtype: torch.dtype) -> None:
+    order = balanced([one_leaf(32), one_leaf(32)])
+    parts, nodes = divide(order, [range(1), range(1, 2)])
+    weight = torch.zeros(4, 64, dtype=dtype)
+    weight[:, 0], weight[:, 32] = 1.5 * 2.0**-126, -(2.0**-126)
+    kernels, x = CpuKernels(build(march), dtype), torch.ones(3, 64, dtype=dtype)
+    alone = kernels.pack_part(weight, torch.float32, order).nodes(x)[0]
+
+    def work(collective: SharedCollective, rank: int) -> torch.Tensor:
+        torch.set_num_threads(1)
+        inputs = slice(32 * rank, 32 * rank + 32)
+        own = kernels.pack_part(weight[:, inputs].contiguous(), torch.float32, parts[rank])
+        return collective.join(own.nodes(x[:, inputs]), nodes, None, torch.float32)
+
+    assert alone.tolist() == [[2.0**-127] * 4] * 3
+    for found in in_threads(2, work, timeout_s=PATIENCE_S, march=march):
+        assert isinstance(found, torch.Tensor) and torch.equal(found, alone)
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:

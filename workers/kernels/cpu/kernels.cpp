@@ -66,7 +66,10 @@ void rotary_and_write(T* q, long q_stride, const T* k, long k_stride, const T* v
 template <class A> void attention(const A& a, int threads) {
   auto tasks = attention_tasks(a);
   for_tasks(long(tasks.size()), threads, [&] { return AttentionScratch(a.group(), a.d); },
-            [&](long i, AttentionScratch& scratch) { attend(a, tasks[i], after(tasks, i), scratch); });
+            [&](long i, AttentionScratch& scratch) {
+              DenormalsAreZero during;
+              attend(a, tasks[i], after(tasks, i), scratch);
+            });
 }
 }  // namespace
 

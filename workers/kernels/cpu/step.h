@@ -259,6 +259,7 @@ template <class S> class StepWalk {
   void attend_all(const LayerWeights& w, long layer) {
     const Attention<bf16, S> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), at.query_starts.data(), at.context_lens.data(), at.tables.data(),
                             at.parents, at.num_sequences, at.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
+    DenormalsAreZero during;
     each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), attention); });
   }
 };
