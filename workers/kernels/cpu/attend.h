@@ -109,7 +109,7 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
   const auto query = [&](long r) { return a.q + (token0 + r / group) * a.q_stride + (task.head * group + r % group) * a.d; };
   const auto output = [&](long r) { return a.out + ((token0 + r / group) * a.heads + task.head * group + r % group) * a.d; };
   const auto position = [&](long r) { return span.start + (span.is_tree ? long(paths[size_t(r / group)].size()) - 1 : r / group); };
-  const TileRoom room(s, a.d, tiles + (span.is_tree ? (group + ROWS - 1) / ROWS : 0));
+  const TileRoom room(s, a.d, tiles + span.is_tree);
   TiledTask work(a, room);
   const bool few = tiles == 1 && !span.is_tree;
   for (long t = 0; t < tiles; t++)
