@@ -16,7 +16,7 @@ from workers.kernels.interface import (
     Turn,
 )
 from workers.kernels.library import Library
-from workers.kernels.memory import HUGE_PAGE_BYTES, KeptRows
+from workers.kernels.memory import KeptRows
 from workers.kernels.order import NodeOrder, SumOrder, balanced, divide, one_leaf
 from workers.kernels.paged_cache import CacheForm, LayerCache, PagedCache
 from workers.kernels.quantized import QuantizedWeight
@@ -37,7 +37,6 @@ from workers.kernels.step_message import (
 from workers.weight_forms import Quantization
 
 __all__ = [
-    "HUGE_PAGE_BYTES",
     "MAX_LOGIT_ROWS",
     "NOT_FINITE",
     "CacheForm",

@@ -32,7 +32,7 @@ def can_pack_quantized(library: Library, shape: torch.Size, dtype: torch.dtype) 
 
 
 def quantized_format(library: Library, quantization: Quantization) -> WeightFormat:
-    """The same on every rank."""
+    """The same on every rank whose CPU is of the same kind."""
     if quantization is Quantization.INT8 and library.can_use_tiles:
         return WeightFormat.INT8_TILES
     return _FORMATS[quantization]
