@@ -50,6 +50,7 @@ def make_model(
     head_norm: bool,
     quantization: Quantization = Quantization.NONE,
     dim: int = DIM,
+    inner: int = INNER,
 ) -> StepModel:
     def vector(n: int) -> torch.Tensor:
         return torch.randn(n).to(dtype)
@@ -66,8 +67,8 @@ def make_model(
             key_norm=vector(dim) if head_norm else None,
             output=linear(HIDDEN, HEADS * dim),
             mlp_norm=vector(HIDDEN),
-            up=linear(2 * INNER, HIDDEN),
-            down=linear(HIDDEN, INNER),
+            up=linear(2 * inner, HIDDEN),
+            down=linear(HIDDEN, inner),
             scale=dim**-0.5,
             sliding_window=40 if index == 1 else None,
         )
@@ -235,18 +236,25 @@ def test_equal_bits_over_int8_pages(
     assert torch.equal(step(message, turn, kv_fused).logits, wanted)
 
 
-@pytest.mark.parametrize("quantization", FORMS, ids=str)
-def test_two_threads_give_the_bits_of_one(kernels: Kernels, quantization: Quantization) -> None:
-    model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, quantization=quantization)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("inner", [INNER, 192])  # 192: gates and their columns in units of their own
+@pytest.mark.parametrize(
+    ("mix", "logit_rows"), [([(0, 120), (9, 1)], [119, 120]), ([(70, 1), (3, 1), (64, 1)], [2, 0])]
+)
+def test_any_threads_give_the_bits_of_single_operators(
+    kernels: Kernels, mix: list[tuple[int, int]], logit_rows: list[int], inner: int, form: Quantization
+) -> None:
+    model = make_model(kernels, torch.bfloat16, bias=True, head_norm=True, quantization=form, inner=inner)
     step = kernels.fuse(model)
     assert step is not None
-    message, turn = step_of([(0, 120), (9, 1)], [119, 120]), turn_of(DIM)
-    found = []
-    for threads in (1, 2):
+    message, turn, before = step_of(mix, logit_rows), turn_of(DIM), noise()
+    kv = before.clone()
+    wanted = one_by_one(kernels, model, message, turn, kv)
+    for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        kv = empty()
-        found.append((step(message, turn, kv).logits.clone(), kv.memory))
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+        kv_fused = before.clone()
+        assert torch.equal(step(message, turn, kv_fused).logits, wanted), threads
+        assert torch.equal(kv_fused.memory, kv.memory), threads
 
 
 @pytest.mark.parametrize("rows", [[5, 1], [7], list(range(8)), list(range(8)) * 20])
