@@ -110,8 +110,8 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
   const auto output = [&](long r) { return a.out + ((token0 + r / group) * a.heads + task.head * group + r % group) * a.d; };
   const auto position = [&](long r) { return span.start + (span.is_tree ? long(paths[size_t(r / group)].size()) - 1 : r / group); };
   const TileRoom room(s, a.d, tiles + span.is_tree);
-  TiledTask work(a, room);
-  const bool few = tiles == 1 && !span.is_tree;
+  const bool few = tiles == 1 && !span.is_tree, fewest = few && rows <= 4;
+  TiledTask work(a, room, fewest ? 4 : ROWS);
   for (long t = 0; t < tiles; t++)
     work.begin(t, std::min<long>(ROWS, rows - t * ROWS), [&](long l) { return query(t * ROWS + l); }, [&](long l) { return position(t * ROWS + l); });
   KeyGroup<bf16> groups[2], *now = groups, *then = groups + 1;
@@ -124,7 +124,8 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
       const TaskSpan following(a, *next);
       find_keys(a, *next, following.base, following.end, *then);
     }
-    if (few) work.fold_few(rows, *now, *then, base);
+    if (fewest) work.fold_few<4>(rows, *now, *then, base);
+    else if (few) work.fold_few<ROWS>(rows, *now, *then, base);
     else work.fold(0, tiles, *now, *then, base, true);
   }
   for (long t = 0; t < long(paths.size()); t++) {
