@@ -24,11 +24,13 @@ struct alignas(64) TileShapes {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Whether the CPU has tiles and the system lets this process use them, which has to be asked for (Linux 5.16). The
-// permission holds for all threads; ask before they start.
+// Whether the CPU has tiles and the system lets this process use them, which has to be asked for once (Linux 5.16). The
+// permission holds for all threads.
 inline bool can_use_tiles() {
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  static const bool found = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+                            syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return found;
 }
 
 // The registers of the calling thread in some shapes. One at a time on a thread. They stay as they are until other shapes

@@ -35,8 +35,7 @@ template <class T, class S = T> struct Attention {
   // Whether its products are made in the tile registers of amx.h, whatever the number of rows.
   bool in_tiles() const {
 #ifdef HAS_TILES
-    static const bool found = can_use_tiles();
-    return found && std::is_same_v<T, bf16> && std::is_same_v<S, bf16> && d % 2 == 0;
+    return can_use_tiles() && std::is_same_v<T, bf16> && std::is_same_v<S, bf16> && d % 2 == 0;
 #else
     return false;
 #endif

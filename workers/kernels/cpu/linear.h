@@ -94,8 +94,7 @@ inline void quantized_sums(const PackedWeights& w, const Units& units, size_t u,
   const size_t groups = size_t(w.groups);
   const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, groups);
 #ifdef HAS_TILES
-  static const bool has_tiles = can_use_tiles();  // which asks the system
-  if (w.format == INT4 && has_tiles && count >= INT4_TILES_FROM) {
+  if (w.format == INT4 && can_use_tiles() && count >= INT4_TILES_FROM) {
     const auto run = units.vecs(u) == 4 ? Int4Tiles<4>::unit_sums : Int4Tiles<2>::unit_sums;
     return run((const RowGroup*)rows, count, groups, w.order, unit, sums);
   }
