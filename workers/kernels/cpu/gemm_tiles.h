@@ -30,10 +30,12 @@ inline void pack_tiled_unit(const bf16* weight, const Units& units, size_t u, ch
           }
 }
 
-// 16 rows at a0, and with TWO 16 more at a1, times 32 columns and 32 inputs at b. Sums in tiles 0 to 3.
-template <bool TWO> inline void tile_step(Tiles& tiles, const char* a0, const char* a1, size_t a_row, const char* b) {
+// 16 rows at a0, and with TWO 16 more at a1, times 32 columns and 32 inputs at b. Sums in tiles 0 to 3. FETCH: b comes from
+// memory, so what follows is asked for.
+template <bool TWO, bool FETCH> inline void tile_step(Tiles& tiles, const char* a0, const char* a1, size_t a_row, const char* b) {
+  if constexpr (FETCH)
 #pragma GCC unroll 32
-  for (size_t i = 0; i < 2 * TILE_BYTES; i += 64) _mm_prefetch(b + TILE_BYTES + i, _MM_HINT_T0);
+    for (size_t i = 0; i < 2 * TILE_BYTES; i += 64) _mm_prefetch(b + TILE_BYTES + i, _MM_HINT_T0);
   tiles.load<6>(b, 64);
   tiles.load<7>(b + TILE_BYTES, 64);
   tiles.load<4>(a0, a_row);
@@ -47,13 +49,13 @@ template <bool TWO> inline void tile_step(Tiles& tiles, const char* a0, const ch
 }
 // The rows from first0 on, and with TWO those from first1 on, of a times 32 columns; c rows are UNIT wide. tails: the last
 // inputs of every row, filled up to 32 with zeros, where k is no multiple of 32.
-template <bool TWO>
+template <bool TWO, bool FETCH>
 inline void tile_block(Tiles& tiles, const char* a, size_t a_row, size_t k, const char* tails, size_t first0, size_t first1, const char* b, float* c) {
   const char *a0 = a + first0 * a_row, *a1 = a + first1 * a_row;
   tiles.zero<0>(), tiles.zero<1>();
   if constexpr (TWO) tiles.zero<2>(), tiles.zero<3>();
-  for (; k >= BLOCK_INPUTS; k -= BLOCK_INPUTS, a0 += 64, a1 += 64, b += 2 * TILE_BYTES) tile_step<TWO>(tiles, a0, a1, a_row, b);
-  if (k) tile_step<TWO>(tiles, tails + first0 * 64, tails + first1 * 64, 64, b);
+  for (; k >= BLOCK_INPUTS; k -= BLOCK_INPUTS, a0 += 64, a1 += 64, b += 2 * TILE_BYTES) tile_step<TWO, FETCH>(tiles, a0, a1, a_row, b);
+  if (k) tile_step<TWO, FETCH>(tiles, tails + first0 * 64, tails + first1 * 64, 64, b);
   tiles.store<0>(c + first0 * UNIT, UNIT * 4);
   tiles.store<1>(c + first0 * UNIT + 16, UNIT * 4);
   if constexpr (TWO) {
@@ -87,9 +89,11 @@ inline void tiled_unit_sums(const char* packed, const Units& units, size_t u, co
     const char* x = a;
     for (long l = 0; l < order.count; to += long(rows * UNIT) * (1 - order.leaves[l++].joins)) {
       const size_t k = size_t(order.leaves[l].inputs);
-      for (size_t i = 0; i < blocks; i += 2)
-        if (i + 1 < blocks) tile_block<true>(tiles, x, a_row, k, tails, first(i), first(i + 1), b, to);
-        else tile_block<false>(tiles, x, a_row, k, tails, first(i), 0, b, to);
+      for (size_t i = 0; i < blocks; i += 2) {
+        const bool two = i + 1 < blocks;
+        const auto run = i == 0 ? (two ? tile_block<true, true> : tile_block<false, true>) : two ? tile_block<true, false> : tile_block<false, false>;
+        run(tiles, x, a_row, k, tails, first(i), two ? first(i + 1) : 0, b, to);
+      }
       join_tiles(to, rows, order.leaves[l].joins);
       x += k * 2, b += tiled_inputs(k) * 64;
     }
