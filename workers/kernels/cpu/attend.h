@@ -36,6 +36,23 @@ void find_keys(const A& a, const AttentionTask& task, long base, long end, KeyGr
                                       scales_of(a.cache.v + page, a.cache.block_size, a.d) + offset};
   }
 }
+// body(now, then, position of the first key) for every group of keys that all rows of a task see in the same way; `then` is
+// the group to come: the task's own, or the first of `next`, which the thread is likely to do then, or empty.
+template <class A, class F>
+void each_key_group(const A& a, const AttentionTask& task, const AttentionTask* next, const TaskSpan& span, F body) {
+  KeyGroup<typename A::Stored> groups[2], *now = groups, *then = groups + 1;
+  find_keys(a, task, span.base, span.end, *now);
+  for (long base = span.base; base < span.end; base += KEYS, std::swap(now, then)) {
+    then->count = 0;
+    if (base + KEYS < span.end) {
+      find_keys(a, task, base + KEYS, span.end, *then);
+    } else if (next) {
+      const TaskSpan following(a, *next);
+      find_keys(a, *next, following.base, following.end, *then);
+    }
+    body(*now, *then, base);
+  }
+}
 // Folds the scores of a group of keys into the rows of a token at `position`.
 template <class Products, class A>
 void soften(const A& a, AttentionScratch& s, long row, long rows, long position, long base, long wide) {
@@ -76,22 +93,13 @@ void attend_with(const Attention<T, S>& a, const AttentionTask& task, const Atte
   }
   std::vector<std::vector<int32_t>> paths;  // of a tree's tokens
   for (long t = 0; span.is_tree && t < span.tokens; t++) paths.push_back(a.path_to(task.sequence, int32_t(task.first + t)));
-  KeyGroup<S> groups[2], *now = groups, *then = groups + 1;
-  find_keys(a, task, span.base, span.end, *now);
-  for (long base = span.base; base < span.end; base += KEYS, std::swap(now, then)) {
-    then->count = 0;
-    if (base + KEYS < span.end) {
-      find_keys(a, task, base + KEYS, span.end, *then);
-    } else if (next) {
-      const TaskSpan following(a, *next);
-      find_keys(a, *next, following.base, following.end, *then);
-    }
-    now->read_scales();
-    Products::score(s, rows, *now, *then, a.d, wide);
+  each_key_group(a, task, next, span, [&](KeyGroup<S>& now, const KeyGroup<S>& then, long base) {
+    now.read_scales();
+    Products::score(s, rows, now, then, a.d, wide);
     for (long t = 0; t < span.tokens; t++)
       soften<Products>(a, s, t * group, group, span.start + (span.is_tree ? long(paths[t].size()) - 1 : t), base, wide);
-    Products::add_values(s, rows, *now, *then, a.d, wide);
-  }
+    Products::add_values(s, rows, now, then, a.d, wide);
+  });
   for (long t = 0; t < long(paths.size()); t++) attend_path<Products>(a, task, span, t, paths[t], s, wide);
   for (long r = 0; r < rows; r++) {
     T* to = a.out + ((token0 + r / group) * a.heads + task.head * group + r % group) * a.d;
@@ -114,20 +122,12 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
   TiledTask work(a, room, fewest ? 4 : ROWS);
   for (long t = 0; t < tiles; t++)
     work.begin(t, std::min<long>(ROWS, rows - t * ROWS), [&](long l) { return query(t * ROWS + l); }, [&](long l) { return position(t * ROWS + l); });
-  KeyGroup<bf16> groups[2], *now = groups, *then = groups + 1;
-  find_keys(a, task, span.base, span.end, *now);
-  for (long base = span.base; base < span.end; base += KEYS, std::swap(now, then)) {
-    then->count = 0;
-    if (base + KEYS < span.end) {
-      find_keys(a, task, base + KEYS, span.end, *then);
-    } else if (next) {
-      const TaskSpan following(a, *next);
-      find_keys(a, *next, following.base, following.end, *then);
-    }
-    if (fewest) work.fold_few<4>(rows, *now, *then, base);
-    else if (few) work.fold_few<ROWS>(rows, *now, *then, base);
-    else work.fold(0, tiles, *now, *then, base, true);
-  }
+  each_key_group(a, task, next, span, [&](const KeyGroup<bf16>& now, const KeyGroup<bf16>& then, long base) {
+    if (fewest) work.fold_few<4>(rows, now, then, base);
+    else if (few) work.fold_few<ROWS>(rows, now, then, base);
+    else work.fold(0, tiles, now, then, base, true);
+  });
+  KeyGroup<bf16> now, none;
   for (long t = 0; t < long(paths.size()); t++) {
     const std::vector<int32_t>& path = paths[size_t(t)];
     const long end = span.start + long(path.size());
@@ -136,9 +136,8 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
       work.begin(tiles, n, [&](long l) { return query(r + l); }, [&](long l) { return position(r + l); });
       for (long l = 0; l < n; l++) work.move((r + l) / ROWS, (r + l) % ROWS, tiles, l);
       for (long base = span.end; base < end; base += KEYS) {
-        groups[1].count = 0;
-        find_keys(a, task, base, end, groups[0], span.start, path.data());
-        work.fold(tiles, tiles + 1, groups[0], groups[1], base, false);
+        find_keys(a, task, base, end, now, span.start, path.data());
+        work.fold(tiles, tiles + 1, now, none, base, false);
       }
       work.finish(tiles, n, [&](long l) { return output(r + l); });
     }
