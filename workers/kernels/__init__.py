@@ -6,6 +6,7 @@ from workers.kernels.collective import CollectiveFailed, SharedCollective, memor
 from workers.kernels.compiler import KernelsUnavailable
 from workers.kernels.draw import NOT_FINITE, Draw
 from workers.kernels.interface import (
+    AttentionPart,
     Drawn,
     FusedStep,
     Kernels,
@@ -39,6 +40,7 @@ from workers.weight_forms import Quantization
 __all__ = [
     "MAX_LOGIT_ROWS",
     "NOT_FINITE",
+    "AttentionPart",
     "CacheForm",
     "CollectiveFailed",
     "Draw",

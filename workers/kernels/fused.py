@@ -17,7 +17,15 @@ import torch
 
 from workers.kernels.batch import build_batch
 from workers.kernels.draw import Draw, pack_draws
-from workers.kernels.interface import Drawn, PackedLinear, PartLinear, StepLayer, StepModel, Turn
+from workers.kernels.interface import (
+    AttentionPart,
+    Drawn,
+    PackedLinear,
+    PartLinear,
+    StepLayer,
+    StepModel,
+    Turn,
+)
 from workers.kernels.library import Library
 from workers.kernels.memory import KeptRows
 from workers.kernels.order import NativeNodeOrder, NodeOrder, native_nodes
@@ -47,6 +55,12 @@ class LayerWeights(ctypes.Structure):
     ]
 
 
+class NativePart(ctypes.Structure):
+    """AttentionPart in cpu/step.h."""
+
+    _fields_ = [("pool", c_void_p), ("rows", c_void_p), ("heads", c_long), ("kv_heads", c_long)]
+
+
 class Model(ctypes.Structure):
     """As in cpu/step.h."""
 
@@ -65,6 +79,8 @@ class Model(ctypes.Structure):
         ("collective", c_void_p),
         ("output_nodes", NativeNodeOrder),
         ("down_nodes", NativeNodeOrder),
+        ("parts", ctypes.POINTER(NativePart)),
+        ("part_tokens", c_long),
     ]
 
 
@@ -155,6 +171,16 @@ class NativeStep:
         if self._model.collective is not None:
             self._model.collective.check()
         return Drawn(logits.values, self._ids.tolist(), hidden.values)
+
+    def share(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
+        self._parts = parts  # keeps their memory mapped
+        self._native_parts = (NativePart * len(parts))(
+            *(
+                NativePart(part.pool.data_ptr(), part.work.data_ptr(), part.num_heads, part.num_kv_heads)
+                for part in parts
+            )
+        )
+        self._shape.parts, self._shape.part_tokens = self._native_parts, max_tokens
 
     def _bind(self, turn: Turn | None, kv: PagedCache) -> None:
         """Has the next steps use these; mostly they are those of the step before."""

@@ -88,8 +88,30 @@ class Drawn(NamedTuple):
     hidden: torch.Tensor | None = None  # (R, hidden): what the head was given; valid as long
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPart:
+    """What a rank has in memory that all ranks of its group map, so that they can attend for each other."""
+
+    pool: torch.Tensor  # (num_blocks, block_bytes) uint8, of that rank
+    work: torch.Tensor  # uint8: room for `work_bytes`
+    num_heads: int
+    num_kv_heads: int
+
+    @staticmethod
+    def work_bytes(num_heads: int, num_kv_heads: int, head_dim: int, max_tokens: int) -> int:
+        """For rows of queries, keys and values, then of what was attended to, bfloat16."""
+        return max_tokens * 2 * (num_heads + num_kv_heads) * head_dim * 2
+
+
 class FusedStep(Protocol):
     """Runs a whole step in one call."""
+
+    def share(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
+        """From now on ranks do attention for each other in steps of up to `max_tokens`, over these pools.
+
+        parts: by rank; the rows of a step have room in each. All ranks call it between the same two steps.
+        """
+        ...
 
     def __call__(
         self, message: StepMessage, turn: Turn | None, kv: PagedCache, draws: Sequence[Draw] = ()

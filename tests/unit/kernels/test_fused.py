@@ -51,7 +51,10 @@ def make_model(
     quantization: Quantization = Quantization.NONE,
     dim: int = DIM,
     inner: int = INNER,
+    kv_heads: int = KV_HEADS,
 ) -> StepModel:
+    heads = HEADS // KV_HEADS * kv_heads
+
     def vector(n: int) -> torch.Tensor:
         return torch.randn(n).to(dtype)
 
@@ -62,10 +65,10 @@ def make_model(
     layers = tuple(
         StepLayer(
             attention_norm=vector(HIDDEN),
-            qkv=linear((HEADS + 2 * KV_HEADS) * dim, HIDDEN),
+            qkv=linear((heads + 2 * kv_heads) * dim, HIDDEN),
             query_norm=vector(dim) if head_norm else None,
             key_norm=vector(dim) if head_norm else None,
-            output=linear(HIDDEN, HEADS * dim),
+            output=linear(HIDDEN, heads * dim),
             mlp_norm=vector(HIDDEN),
             up=linear(2 * inner, HIDDEN),
             down=linear(HIDDEN, inner),
@@ -81,8 +84,8 @@ def make_model(
         layers=layers,
         final_norm=vector(HIDDEN),
         head=linear(VOCAB, HIDDEN, torch.float32),
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=dim,
         norm_eps=1e-5,
     )
@@ -92,15 +95,15 @@ def step_of(mix: list[tuple[int, int]], logit_rows: list[int]) -> StepMessage:
     return make_message(mix, BLOCK_SIZE, NUM_BLOCKS, logit_rows=logit_rows, vocab_size=VOCAB)
 
 
-def empty(dim: int = DIM, dtype: torch.dtype = torch.bfloat16) -> PagedCache:
+def empty(dim: int = DIM, dtype: torch.dtype = torch.bfloat16, kv_heads: int = KV_HEADS) -> PagedCache:
     form = CacheForm(
-        num_kv_heads=KV_HEADS, num_layers=LAYERS, block_size=BLOCK_SIZE, head_dim=dim, dtype=dtype
+        num_kv_heads=kv_heads, num_layers=LAYERS, block_size=BLOCK_SIZE, head_dim=dim, dtype=dtype
     )
     return PagedCache.zeros(NUM_BLOCKS, form)
 
 
-def noise(dim: int = DIM, dtype: torch.dtype = torch.bfloat16) -> PagedCache:
-    kv = empty(dim, dtype)
+def noise(dim: int = DIM, dtype: torch.dtype = torch.bfloat16, kv_heads: int = KV_HEADS) -> PagedCache:
+    kv = empty(dim, dtype, kv_heads)
     fill(kv, torch.default_generator)
     return kv
 

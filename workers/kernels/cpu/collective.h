@@ -6,11 +6,13 @@
 // waits until all have published s, and may then write over slot (s + 1) % 2. One word a rank is all there is to
 // synchronise. Memory full of zeros is a valid start.
 //
-// A wait spins for tens of microseconds, then sleeps on the peer's word, so that ranks that share a core give way to
-// each other. It ends with a failure after the timeout, or when any rank has called `abort`. A collective that has
-// failed once fails from then on: the ranks are out of step.
+// A wait spins for tens of microseconds, then yields its core to whoever wants it, as to a rank that shares it, and after
+// two milliseconds sleeps on the peer's word: to wake a core from sleep costs the rank that does it 20 to 50 microseconds.
+// It ends with a failure after the timeout, or when any rank has called `abort`. A collective that has failed once fails
+// from then on: the ranks are out of step.
 #pragma once
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -22,17 +24,19 @@
 
 #include "order.h"
 #include "simd.h"
+#include "task_board.h"
 
 class Collective {
  public:
   static constexpr size_t CHUNK = 128 << 10;  // own and others' parts of a round stay in the second-level cache
   enum Failure { NONE, TIMEOUT, ABORTED, OUT_OF_STEP };
 
-  static size_t bytes(int ranks) { return sizeof(Header) + size_t(ranks) * (sizeof(Place) + 2 * CHUNK); }
+  static size_t bytes(int ranks) { return sizeof(Header) + size_t(ranks) * (sizeof(Place) + sizeof(TaskBoard) + 2 * CHUNK); }
 
   Collective(char* memory, int rank, int ranks, double timeout_s)
-      : header((Header*)memory), places((Place*)(memory + sizeof(Header))), slots(memory + sizeof(Header) + ranks * sizeof(Place)),
-        rank(rank), ranks(ranks), timeout_s(timeout_s) {}
+      : rank(rank), ranks(ranks), header((Header*)memory), places((Place*)(header + 1)), boards((TaskBoard*)(places + ranks)),
+        slots((char*)(boards + ranks)), timeout_s(timeout_s) {}
+  const int rank, ranks;
 
   // x (n) becomes the sum over the ranks, added in their order in float and rounded once: the same bits on all ranks.
   template <class T> bool all_reduce(T* x, size_t n) {
@@ -81,6 +85,19 @@ class Collective {
     }
     return true;
   }
+  // Of each rank.
+  TaskBoard& board(int r) { return boards[r]; }
+  // Whether rank r has opened its board as often as this one has.
+  bool has_opened(int r) const { return boards[r].times_opened() == boards[rank].times_opened(); }
+  // Until it has. False as of a sum.
+  bool wait_opened(int r) {
+    return wait_for(r, [&] { return has_opened(r); }, nap);
+  }
+  // Until all tasks of the own board are done, whoever has taken them. False as of a sum.
+  bool wait_done(uint32_t tasks) {
+    TaskBoard& own = boards[rank];
+    return wait_for(own.helped_by(), [&] { return own.num_done() == tasks; }, nap);
+  }
   // From any thread of any rank: all waits end, now and later.
   void abort() {
     header->aborted.store(1, std::memory_order_seq_cst);
@@ -99,12 +116,14 @@ class Collective {
     uint32_t part_bytes[2];           // in the slots
   };
   static constexpr int SPINS = 2000;  // pauses of 15-50 ns
+  static constexpr double YIELDING_S = 0.002;
   static constexpr long NAP_NS = 50'000'000;  // a wake-up can be missed only by `abort`
+  static constexpr long SHORT_NAP_NS = 100'000;  // where nobody wakes
 
   Header* const header;
   Place* const places;
+  TaskBoard* const boards;
   char* const slots;
-  const int rank, ranks;
   const double timeout_s;
   uint32_t round = 0;
   std::vector<float> joined;
@@ -143,21 +162,31 @@ class Collective {
   }
   bool wait(int r, uint32_t wanted) {
     Place& peer = places[r];
-    auto is_there = [&] { return int32_t(peer.published.load(std::memory_order_acquire) - wanted) >= 0; };
+    auto is_there = [&] { return int32_t(peer.published.load(std::memory_order_seq_cst) - wanted) >= 0; };
+    return wait_for(r, is_there, [&] {
+      const timespec most{0, NAP_NS};
+      peer.sleepers.fetch_add(1, std::memory_order_seq_cst);
+      const uint32_t seen = peer.published.load(std::memory_order_seq_cst);
+      if (!is_there() && !is_aborted()) futex(peer, FUTEX_WAIT, seen, &most);
+      peer.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    });
+  }
+  static void nap() {
+    const timespec most{0, SHORT_NAP_NS};
+    nanosleep(&most, nullptr);
+  }
+  // Until is_there(), which rank r is to bring about; sleep() returns after a while.
+  template <class There, class Sleep> bool wait_for(int r, There is_there, Sleep sleep) {
     for (int i = 0; i < SPINS; i++) {
-      if (is_there()) return true;
+      if (is_there()) return !failed;
       __builtin_ia32_pause();
     }
-    const double deadline = now() + timeout_s;
-    const timespec nap{0, NAP_NS};
-    peer.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    while (!failed) {
-      const uint32_t seen = peer.published.load(std::memory_order_seq_cst);
-      if (is_aborted() || int32_t(seen - wanted) >= 0) break;
-      if (now() > deadline) fail(TIMEOUT, r);
-      else futex(peer, FUTEX_WAIT, seen, &nap);
+    const double since = now();
+    for (double at = since; !is_there() && !failed && !is_aborted(); at = now()) {
+      if (at - since > timeout_s) fail(TIMEOUT, r);
+      else if (at - since < YIELDING_S) sched_yield();
+      else sleep();
     }
-    peer.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     return !failed;
   }
   template <class T> void sum(T* x, size_t n) const {

@@ -32,6 +32,12 @@ struct LayerWeights {
   long window;  // 0: none
   double scale;
 };
+// Of a rank whose attention others may do: its pool, and the rows of a step in which it and they read and write.
+struct AttentionPart {
+  void* pool;
+  bf16* rows;  // (max tokens, heads + 2 kv heads, d): queries, keys, values; then (max tokens, heads, d)
+  long heads, kv_heads;
+};
 struct Model {
   long hidden, heads, kv_heads, d, inner, num_layers, vocab_size;
   double eps;
@@ -43,6 +49,8 @@ struct Model {
   Collective* collective;  // of the ranks that share the heads and inner columns; null for one rank
   // How what `output` and `down` give on each rank is put together: null joins: added up as it is, rounded before.
   NodeOrder output_nodes, down_nodes;
+  const AttentionPart* parts;  // of all ranks of `collective`; null: each does its attention alone
+  long part_tokens;            // most tokens of a step that has room there
 };
 struct StepInput {
   const float *cos, *sin;  // (num_positions, half)
@@ -59,6 +67,7 @@ struct StepInput {
 // Buffers that live as long as the model; they grow to the largest step.
 struct StepScratch {
   StepLayout layout;
+  std::vector<std::vector<AttentionTask>> tasks;  // of this rank, or of all that help each other
   std::vector<bf16> residual, normed, qkv, attended, wide, mixed, kept;
   std::vector<float> nodes;    // of this rank (nodes, rows, hidden)
   std::vector<CacheLine> prepared;  // rows for quantized weights, of one linear at a time
@@ -87,13 +96,33 @@ struct StepScratch {
 
 constexpr long FEW_ROWS_APART = 4;
 
+// Whether ranks do attention tasks for each other in this step; the same on all of them.
+inline bool shares_attention(const Model& m, const StepInput& in, const StepLayout& at) {
+  return m.parts && in.pool == m.parts[m.collective->rank].pool && std::max(at.tokens, at.num_logits) <= m.part_tokens;
+}
+inline AttentionPart own_part(const Model& m, const StepInput& in, StepScratch& s) {
+  return shares_attention(m, in, s.layout) ? m.parts[m.collective->rank] : AttentionPart{in.pool, s.qkv.data(), m.heads, m.kv_heads};
+}
+template <class S> std::vector<AttentionTask> tasks_of(const Model& m, const StepLayout& at, long heads, long kv_heads) {
+  return attention_tasks(Attention<bf16, S>{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.parents,
+                                            at.num_sequences, at.table_width, heads, kv_heads, m.d, 0, 0.f});
+}
+inline void find_tasks(const Model& m, const StepInput& in, StepScratch& s) {
+  const auto of = [&](long heads, long kv_heads) {
+    return in.is_int8 ? tasks_of<int8_t>(m, s.layout, heads, kv_heads) : tasks_of<bf16>(m, s.layout, heads, kv_heads);
+  };
+  s.tasks.clear();
+  if (!shares_attention(m, in, s.layout)) return s.tasks.push_back(of(m.heads, m.kv_heads));
+  for (int r = 0; r < m.collective->ranks; r++) s.tasks.push_back(of(m.parts[r].heads, m.parts[r].kv_heads));
+}
+
 // One thread's walk through the step, with pages of S. All threads of the team run it together.
 template <class S> class StepWalk {
  public:
-  StepWalk(const Model& m, const StepInput& in, StepScratch& s, const std::vector<AttentionTask>& tasks, Barrier& together)
-      : m(m), in(in), s(s), at(s.layout), tasks(tasks), together(together), row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d),
+  StepWalk(const Model& m, const StepInput& in, StepScratch& s, Barrier& together)
+      : m(m), in(in), s(s), at(s.layout), together(together), row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d),
         thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(at.tokens),
-        most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART) {}
+        most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART), own(own_part(m, in, s)) {}
 
   void run() {
     each_row([&](long r) { embed(s.residual.data() + r * m.hidden, r); });
@@ -103,14 +132,14 @@ template <class S> class StepWalk {
     each_normed_row([&](long r) { norm(residual + r * m.hidden, m.layers[0].attention_norm, r); });
     for (long l = 0; l < m.num_layers; l++) {
       const LayerWeights& w = m.layers[l];
-      linear(w.qkv, normed, s.qkv.data());
+      linear(w.qkv, normed, own.rows);
       each_row([&](long r) { turn_and_write(w, l, r); });
       attend_all(w, l);
-      const bf16* attended = s.attended.data();
+      const bf16* attended = attended_by(own);
       if (l + 1 == m.num_layers) {  // only rows whose logits are wanted go on
         rows = at.num_logits;
         keep(attended);
-        attended = s.qkv.data();
+        attended = own.rows;
       }
       if (!mix(w.output, attended, m.output_nodes, w.output_bias)) return;
       each_normed_row([&](long r) { add_norm(w.mlp_norm, r); });
@@ -132,10 +161,9 @@ template <class S> class StepWalk {
   const StepInput& in;
   StepScratch& s;
   const StepLayout& at;
-  const std::vector<AttentionTask>& tasks;
   Barrier& together;
   std::vector<float> row;
-  std::vector<CacheLine> own;  // rows prepared for quantized weights
+  std::vector<CacheLine> few;  // rows prepared for quantized weights
   AttentionScratch attention;
   LinearScratch sums;
   const long thread, team;
@@ -144,6 +172,7 @@ template <class S> class StepWalk {
   const bool apart;             // every thread has a residual and norms of its own
   std::vector<bf16> own_rows;   // they
   bf16 *residual, *normed;      // (rows, hidden)
+  const AttentionPart own;
   long phase = 0;  // number of the next task counter; equal on all threads
 
   long qkv_width() const { return (m.heads + 2 * m.kv_heads) * m.d; }
@@ -193,9 +222,9 @@ template <class S> class StepWalk {
   const char* prepared(const PackedWeights& w, const bf16* x) {
     const size_t bytes = input_bytes(w);
     if (rows <= team) {
-      if (const size_t wanted = prepared_lines(rows, bytes); own.size() < wanted) own.resize(wanted);
-      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, (char*)own.data(), size_t(r));
-      return (const char*)own.data();
+      if (const size_t wanted = prepared_lines(rows, bytes); few.size() < wanted) few.resize(wanted);
+      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, (char*)few.data(), size_t(r));
+      return (const char*)few.data();
     }
     char* all = (char*)s.prepared.data();
     each_row([&](long r) { prepare_row(w, x + r * w.k, all, size_t(r)); });
@@ -237,51 +266,77 @@ template <class S> class StepWalk {
     const long width = m.heads * m.d;
     bf16* kept = apart ? normed : s.kept.data();
     each_normed_row([&](long r) { memcpy(kept + r * m.hidden, residual + at.logit_rows[r] * m.hidden, m.hidden * 2); });
-    each_row([&](long r) { memcpy(s.qkv.data() + r * width, attended + at.logit_rows[r] * width, width * 2); });
+    each_row([&](long r) { memcpy(own.rows + r * width, attended + at.logit_rows[r] * width, width * 2); });
     if (apart) normed = residual;
     residual = kept;
   }
-  Cache<S> cache(long layer) const {
-    S* k = (S*)in.pool + layer * in.layer_stride;
-    return {k, k + in.value_stride, in.block_stride, in.head_stride, in.block_size};
+  Cache<S> cache(const AttentionPart& part, long layer) const {
+    S* k = (S*)part.pool + layer * in.layer_stride;
+    return {k, k + in.value_stride, in.head_stride * part.kv_heads, in.head_stride, in.block_size};
   }
   void turn_and_write(const LayerWeights& w, long layer, long r) {
-    bf16* q = s.qkv.data() + r * qkv_width();
+    bf16* q = own.rows + r * qkv_width();
     bf16* k = q + m.heads * m.d;
     const bf16* v = k + m.kv_heads * m.d;
     if (w.query_norm)
       for (long h = 0; h < m.heads + m.kv_heads; h++)
         rms_norm_row(q + h * m.d, h < m.heads ? w.query_norm : w.key_norm, float(m.eps), q + h * m.d, m.d, row.data());
     const long turn = at.positions[r] * in.half;
-    rotate_and_write(q, k, v, in.cos + turn, in.sin + turn, in.half, m.heads, m.kv_heads, m.d, at.slots[r], cache(layer),
+    rotate_and_write(q, k, v, in.cos + turn, in.sin + turn, in.half, m.heads, m.kv_heads, m.d, at.slots[r], cache(own, layer),
                      (bf16*)row.data());
   }
+  bf16* attended_by(const AttentionPart& part) const {
+    return shares_attention(m, in, at) ? part.rows + m.part_tokens * (part.heads + 2 * part.kv_heads) * m.d : s.attended.data();
+  }
+  Attention<bf16, S> attention_of(const AttentionPart& part, const LayerWeights& w, long layer) const {
+    return {part.rows, (part.heads + 2 * part.kv_heads) * m.d, attended_by(part), cache(part, layer), at.query_starts.data(),
+            at.context_lens.data(), at.tables.data(), at.parents, at.num_sequences, at.table_width, part.heads, part.kv_heads, m.d, w.window,
+            float(w.scale)};
+  }
   void attend_all(const LayerWeights& w, long layer) {
-    const Attention<bf16, S> a{s.qkv.data(), qkv_width(), s.attended.data(), cache(layer), at.query_starts.data(), at.context_lens.data(), at.tables.data(),
-                            at.parents, at.num_sequences, at.table_width, m.heads, m.kv_heads, m.d, w.window, float(w.scale)};
     DenormalsAreZero during;
+    if (shares_attention(m, in, at)) return attend_together(w, layer);
+    const auto a = attention_of(own, w, layer);
+    const auto& tasks = s.tasks[0];
     each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), attention); });
+  }
+  // Ranks with less to do take over tasks of the others, which all of them would wait for.
+  void attend_together(const LayerWeights& w, long layer) {
+    Collective& ranks = *m.collective;
+    const auto& tasks = s.tasks[ranks.rank];
+    TaskBoard& board = ranks.board(ranks.rank);
+    if (thread == 0) board.open(uint32_t(tasks.size()));
+    together.wait();
+    const auto a = attention_of(own, w, layer);
+    for (long i; (i = board.take_first()) >= 0; board.finish()) attend(a, tasks[i], after(tasks, i), attention);
+    for (int next = 1; next < ranks.ranks; next++) help((ranks.rank + next) % ranks.ranks, w, layer);
+    if (thread == 0) ranks.wait_done(uint32_t(tasks.size()));
+    together.wait();
+  }
+  void help(int rank, const LayerWeights& w, long layer) {
+    Collective& ranks = *m.collective;
+    const auto& tasks = s.tasks[rank];
+    if (thread == 0 && tasks.size() > s.tasks[ranks.rank].size() && !ranks.wait_opened(rank)) return;
+    if (!ranks.has_opened(rank)) return;
+    TaskBoard& board = ranks.board(rank);
+    const auto a = attention_of(m.parts[rank], w, layer);
+    for (long i; (i = board.take_last(ranks.rank)) >= 0; board.finish()) attend(a, tasks[i], i ? &tasks[i - 1] : nullptr, attention);
   }
 };
 
-template <class S> std::vector<AttentionTask> step_tasks(const Model& m, const StepLayout& at) {
-  return attention_tasks(Attention<bf16, S>{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.parents, at.num_sequences,
-                                            at.table_width, m.heads, m.kv_heads, m.d, 0, 0.f});
-}
-// False for a message that StepLayout refuses: then nothing has been computed.
 inline bool run_step(const Model& m, const StepInput& in, const int32_t* message, long ints, StepScratch& s, int threads) {
   StepLayout& at = s.layout;
   if (!at.read(message, ints, {in.block_size, in.num_blocks, m.vocab_size, in.num_positions})) return false;
   s.fit(m, std::max(at.tokens, at.num_logits), threads);
-  const auto tasks = in.is_int8 ? step_tasks<int8_t>(m, at) : step_tasks<bf16>(m, at);
+  find_tasks(m, in, s);
   std::unique_ptr<Barrier> together;
 #pragma omp parallel num_threads(threads)
   {
     ComputeRegion region;
 #pragma omp single
     together.reset(new Barrier(omp_get_num_threads()));
-    if (in.is_int8) StepWalk<int8_t>(m, in, s, tasks, *together).run();
-    else StepWalk<bf16>(m, in, s, tasks, *together).run();
+    if (in.is_int8) StepWalk<int8_t>(m, in, s, *together).run();
+    else StepWalk<bf16>(m, in, s, *together).run();
   }
   return true;
 }

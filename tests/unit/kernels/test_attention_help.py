@@ -1,0 +1,137 @@
+"""Ranks that do attention for each other: the bits of ranks that do not. Ranks are threads of this process."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.unit.kernels.builds import build
+from tests.unit.kernels.test_fused import DIM, VOCAB, kernels, make_model, noise, step_of, turn_of
+from workers.kernels import AttentionPart, FusedStep, PagedCache, StepMessage, StepModel, Turn
+from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
+from workers.kernels.native import CpuKernels
+
+KV_HEADS = (3, 1, 2)  # of each rank: the second has least to do
+MAX_TOKENS = 130
+DECODING = ([(70, 1), (3, 1), (64, 1), (17, 1)], [0, 1, 2, 3])
+MIXED = ([(0, 120), (9, 1)], [119, 120])
+PATIENCE_S = 60.0
+
+__all__ = ["kernels"]  # a fixture
+
+
+def make_models(kernels: CpuKernels, timeout_s: float = PATIENCE_S) -> list[StepModel]:
+    """Of ranks whose weights differ."""
+    library, size = build("native"), len(KV_HEADS)
+    memory = mmap.mmap(-1, memory_bytes(library, size))
+    return [
+        replace(
+            make_model(kernels, torch.bfloat16, bias=False, head_norm=False, kv_heads=heads),
+            collective=SharedCollective(library, memory, rank=rank, size=size, timeout_s=timeout_s),
+        )
+        for rank, heads in enumerate(KV_HEADS)
+    ]
+
+
+def parts_of(models: Sequence[StepModel], pools: Sequence[PagedCache]) -> tuple[AttentionPart, ...]:
+    return tuple(
+        AttentionPart(
+            pool=pool.memory,
+            work=torch.zeros(
+                AttentionPart.work_bytes(model.num_heads, model.num_kv_heads, DIM, MAX_TOKENS),
+                dtype=torch.uint8,
+            ),
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+        )
+        for model, pool in zip(models, pools, strict=True)
+    )
+
+
+def fuse(kernels: CpuKernels, models: Sequence[StepModel]) -> list[FusedStep]:
+    return [step for model in models if (step := kernels.fuse(model)) is not None]
+
+
+def run(
+    steps: Sequence[FusedStep],
+    message: StepMessage,
+    turn: Turn,
+    pools: Sequence[PagedCache],
+    threads: int = 1,
+    times: int = 1,
+) -> list[list[torch.Tensor]]:
+    """The logits of every rank, of each time."""
+
+    def of(rank: int) -> list[torch.Tensor]:
+        torch.set_num_threads(threads)
+        return [steps[rank](message, turn, pools[rank]).logits.clone() for _ in range(times)]
+
+    with ThreadPoolExecutor(len(steps)) as executor:
+        return list(executor.map(of, range(len(steps))))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(("mix", "logit_rows"), [DECODING, MIXED])
+def test_helpers_change_no_bit(
+    kernels: CpuKernels,
+    mix: list[tuple[int, int]],
+    logit_rows: list[int],
+    dtype: torch.dtype,
+    threads: int,
+) -> None:
+    message, turn = step_of(mix, logit_rows), turn_of(DIM)
+    models = make_models(kernels)
+    pools = [noise(DIM, dtype, heads) for heads in KV_HEADS]
+    alone = [pool.clone() for pool in pools]
+    wanted = run(fuse(kernels, models), message, turn, alone, threads)
+    steps = fuse(kernels, models)
+    parts = parts_of(models, pools)
+    for step in steps:
+        step.share(parts, MAX_TOKENS)
+    found = run(steps, message, turn, pools, threads, times=4)
+    for rank in range(len(KV_HEADS)):
+        assert all(torch.equal(each, wanted[rank][0]) for each in found[rank]), rank
+        assert torch.equal(pools[rank].memory, alone[rank].memory), rank
+
+
+def test_tasks_are_done_by_others(kernels: CpuKernels) -> None:
+    """A helper that has another pool in mind than the owner is noticed: it does take part."""
+    message, turn = step_of(*DECODING), turn_of(DIM)
+    models = make_models(kernels)
+    pools = [noise(DIM, torch.bfloat16, heads) for heads in KV_HEADS]
+    wanted = run(fuse(kernels, models), message, turn, [pool.clone() for pool in pools])
+    steps, parts = fuse(kernels, models), parts_of(models, pools)
+    wrong = replace(parts[0], pool=noise(DIM, torch.bfloat16, KV_HEADS[0]).memory)
+    for rank, step in enumerate(steps):
+        step.share(parts if rank == 0 else (wrong, *parts[1:]), MAX_TOKENS)
+    found = run(steps, message, turn, pools, times=50)
+    assert not all(torch.equal(each, wanted[0][0]) for each in found[0])
+
+
+def test_a_step_without_room_is_done_alone(kernels: CpuKernels) -> None:
+    message, turn = step_of([(0, MAX_TOKENS + 1)], [MAX_TOKENS]), turn_of(DIM)
+    models = make_models(kernels)
+    pools = [noise(DIM, torch.bfloat16, heads) for heads in KV_HEADS]
+    wanted = run(fuse(kernels, models), message, turn, [pool.clone() for pool in pools])
+    steps, parts = fuse(kernels, models), parts_of(models, pools)
+    for step in steps:
+        step.share(parts, MAX_TOKENS)
+    found = run(steps, message, turn, pools)
+    assert all(torch.equal(ours[0], theirs[0]) for ours, theirs in zip(found, wanted, strict=True))
+    assert found[0][0].shape == (1, VOCAB)
+    assert all(not part.work.any() for part in parts)
+
+
+def test_a_rank_that_does_not_come_ends_the_step(kernels: CpuKernels) -> None:
+    models = make_models(kernels, timeout_s=0.2)
+    pools = [noise(DIM, torch.bfloat16, heads) for heads in KV_HEADS]
+    steps, parts = fuse(kernels, models), parts_of(models, pools)
+    steps[1].share(parts, MAX_TOKENS)
+    with pytest.raises(CollectiveFailed, match=r"did not come to a collective within 0.2 s"):
+        steps[1](step_of(*DECODING), turn_of(DIM), pools[1])
