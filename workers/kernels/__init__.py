@@ -22,6 +22,7 @@ from workers.kernels.order import NodeOrder, SumOrder, balanced, divide, one_lea
 from workers.kernels.paged_cache import CacheForm, LayerCache, PagedCache
 from workers.kernels.quantized import QuantizedWeight
 from workers.kernels.reference import TorchKernels
+from workers.kernels.shared_bytes import shared_bytes
 from workers.kernels.step_message import (
     MAX_LOGIT_ROWS,
     Ints,
@@ -82,5 +83,6 @@ __all__ = [
     "one_leaf",
     "pack_step",
     "passes",
+    "shared_bytes",
     "unpack",
 ]

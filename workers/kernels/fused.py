@@ -144,6 +144,7 @@ class NativeStep:
         self._ids = array("q")
         self._kv: PagedCache | None = None
         self._turn: Turn | None = None
+        self._parts: tuple[AttentionPart, ...] = ()
         self._scratch: int = library.step_scratch()
         # Not at exit: a thread that ends with the process may still be inside a step.
         weakref.finalize(self, library.free_step_scratch, self._scratch).atexit = False

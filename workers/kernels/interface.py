@@ -90,28 +90,16 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPart:
-    """What a rank has in memory that all ranks of its group map, so that they can attend for each other."""
+    """What a rank lets its peers read and write, so that they can do some of its attention."""
 
-    pool: torch.Tensor  # (num_blocks, block_bytes) uint8, of that rank
-    work: torch.Tensor  # uint8: room for `work_bytes`
+    pool: torch.Tensor  # (num_blocks, block_bytes) uint8
+    work: torch.Tensor  # uint8: the QKV rows of a step, then its attended rows, in bfloat16
     num_heads: int
     num_kv_heads: int
-
-    @staticmethod
-    def work_bytes(num_heads: int, num_kv_heads: int, head_dim: int, max_tokens: int) -> int:
-        """For rows of queries, keys and values, then of what was attended to, bfloat16."""
-        return max_tokens * 2 * (num_heads + num_kv_heads) * head_dim * 2
 
 
 class FusedStep(Protocol):
     """Runs a whole step in one call."""
-
-    def share(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
-        """From now on ranks do attention for each other in steps of up to `max_tokens`, over these pools.
-
-        parts: by rank; the rows of a step have room in each. All ranks call it between the same two steps.
-        """
-        ...
 
     def __call__(
         self, message: StepMessage, turn: Turn | None, kv: PagedCache, draws: Sequence[Draw] = ()
@@ -121,6 +109,13 @@ class FusedStep(Protocol):
         draws: one a logit row, or none; as `Kernels.draw` with `only_finite`. Several ranks have their parts
         of heads and vocabulary; raises CollectiveFailed when one does not come. Raises ValueError for a
         message that is damaged or has an index outside of pool, vocabulary or `turn`.
+        """
+        ...
+
+    def share(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
+        """Before the first step, and on every rank: these, in the order of the ranks, are mapped by all.
+
+        max_tokens: of a step, for which there is room in `work`.
         """
         ...
 

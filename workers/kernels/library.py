@@ -58,6 +58,9 @@ class Library:
         self.all_reduce = entry("all_reduce", FLAG, POINTER, POINTER, SIZE)
         self.join = entry("join", FLAG, POINTER, POINTER, SIZE, SIZE, *[POINTER] * 4)
         self.gather_rows = entry("gather_rows", POINTER, POINTER, SIZE, POINTER, POINTER)
+        self.map_shared = entry("map_shared", FLAG, SIZE, returns=SIZE)
+        self.collapse_shared = entry("collapse_shared", POINTER, SIZE, returns=FLAG)
+        self.unmap_shared = entry("unmap_shared", POINTER, SIZE)
         self.has_linear = bool(entry("has_linear", returns=FLAG)())
         self.has_quantized = bool(entry("has_quantized", returns=FLAG)())
         if self.has_linear:  # where the CPU has AVX512-BF16, or AVX2 and FMA

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.kernels import (
+    AttentionPart,
     Draw,
     Drawn,
     Kernels,
@@ -82,6 +83,16 @@ class Decoder:
     def is_recordable(self) -> bool:
         """Whether `run_batch` waits for nothing by itself; with experts the host counts their rows."""
         return self.spec.experts is None
+
+    @property
+    def shares_attention(self) -> bool:
+        """Whether this rank could do attention of its peers, and they its own; see `share_attention`."""
+        return self._fused is not None and not self._is_alone
+
+    def share_attention(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
+        """As `FusedStep.share`; only where all ranks say `shares_attention`."""
+        assert self._fused is not None, "only a fused step shares its attention"
+        self._fused.share(parts, max_tokens)
 
     @property
     def head_ids(self) -> tuple[int, ...] | None:

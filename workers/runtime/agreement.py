@@ -21,6 +21,7 @@ _MACHINE = "machine"
 _DEVICE = "device"
 _COLLECTIVES = "collectives"
 _NUM_BLOCKS = "num_blocks"
+_SHARES_ATTENTION = "shares_attention"
 
 
 def code_digest() -> str:
@@ -135,14 +136,21 @@ def collectives_of(agreed: Facts) -> str:
     return str(agreed[_COLLECTIVES])
 
 
-def memory_facts(num_blocks: int) -> Facts:
-    return {_NUM_BLOCKS: num_blocks}
+def memory_facts(num_blocks: int, *, shares_attention: bool) -> Facts:
+    return {_NUM_BLOCKS: num_blocks, _SHARES_ATTENTION: int(shares_attention)}
 
 
 def agree_on_memory(by_rank: dict[int, Facts]) -> Facts:
-    """The smallest pool of all: a block has the same number on every rank."""
-    return {_NUM_BLOCKS: min(num_blocks_of(facts) for facts in by_rank.values())}
+    """The smallest pool of all: a block has the same number on every rank. And whether all can share."""
+    return memory_facts(
+        min(num_blocks_of(facts) for facts in by_rank.values()),
+        shares_attention=all(shares_attention(facts) for facts in by_rank.values()),
+    )
 
 
 def num_blocks_of(agreed: Facts) -> int:
     return int(agreed[_NUM_BLOCKS])
+
+
+def shares_attention(agreed: Facts) -> bool:
+    return bool(agreed[_SHARES_ATTENTION])

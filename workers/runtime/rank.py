@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -37,9 +38,10 @@ from workers.engine.step import (
     StepStarter,
 )
 from workers.kernels import StepMessage, passes
+from workers.model.decoder import Decoder
 from workers.model.parallel import TensorParallel
 from workers.ports import connect_store, open_port, open_store
-from workers.runtime import shared_memory
+from workers.runtime import shared_memory, shared_pool
 from workers.runtime.agreement import (
     agree_on_files,
     agree_on_identity,
@@ -50,6 +52,7 @@ from workers.runtime.agreement import (
     num_blocks_of,
     num_ranks_here,
     num_sharers,
+    shares_attention,
 )
 from workers.runtime.device import make_current
 from workers.runtime.executor import GroupExecutor
@@ -200,10 +203,11 @@ class Leader:
 
     def _load_group(self, link: LeaderLink) -> RankFacts:
         model = self._model
+        agree = partial(link.agree, timeout_s=LOAD_TIMEOUT_S)
         link.accept(JOIN_TIMEOUT_S)
-        files = link.agree(model.files(), agree_on_files, timeout_s=LOAD_TIMEOUT_S)
+        files = agree(model.files(), agree_on_files)
         identity = model.identity(same_files=are_same_files(files))
-        agreed = link.agree(identity, agree_on_identity, timeout_s=LOAD_TIMEOUT_S)
+        agreed = agree(identity, agree_on_identity)
         num_here = self._ranks_on_machine = num_ranks_here(agreed)
         self._group = _process_group(
             self._config, 0, self._host, self._store, model.device, collectives_of(agreed)
@@ -213,22 +217,21 @@ class Leader:
             link.interrupt_with(self._group.interrupt)
             link.limit_steps()
         if model.device.type == "cpu":
-            shared = shared_memory.lead(
-                _place(self._config, 0),
-                num_here,
-                lambda facts, decide: link.agree(facts, decide, timeout_s=LOAD_TIMEOUT_S),
-            )
+            shared = shared_memory.lead(_place(self._config, 0), num_here, agree)
             if shared is not None:
                 link.interrupt_with(shared.abort)
                 parallel = replace(parallel, shared=shared)
         decoder = model.load(parallel, num_here)
         heads = model.draft_heads(decoder)
-        link.agree({}, lambda by_rank: {}, timeout_s=LOAD_TIMEOUT_S)  # then collectives need not wait long
-        measured = memory_facts(model.measure_blocks(decoder, num_sharers(agreed, model.device)))
-        num_blocks = num_blocks_of(link.agree(measured, agree_on_memory, timeout_s=LOAD_TIMEOUT_S))
+        agree({}, lambda by_rank: {})  # then collectives need not wait long
+        memory = agree(_measured(model, decoder, agreed), agree_on_memory)
+        num_blocks = num_blocks_of(memory)
         facts = model.facts(num_blocks)
-        self._runner = model.runner(decoder, num_blocks)
-        link.agree({}, self._collect_prepared, timeout_s=LOAD_TIMEOUT_S)
+        parts = None
+        if shares_attention(memory):
+            parts = shared_pool.share(0, model.part_forms(num_blocks), agree)
+        self._runner = model.runner(decoder, num_blocks, parts)
+        agree({}, self._collect_prepared)
         self._executor = GroupExecutor(
             self._runner,
             link,
@@ -302,9 +305,10 @@ class Follower:
 
     def _load(self, link: FollowerLink, prepare: Prepare) -> None:
         model = self._model = RankModel(self._config, self._rank)
-        files = link.agree(model.files(), timeout_s=LOAD_TIMEOUT_S)
+        agree = partial(link.agree, timeout_s=LOAD_TIMEOUT_S)
+        files = agree(model.files())
         identity = model.identity(same_files=are_same_files(files))
-        agreed = link.agree(identity, timeout_s=LOAD_TIMEOUT_S)
+        agreed = agree(identity)
         num_here = num_ranks_here(agreed)
         meeting = self._rendezvous
         store = connect_store(meeting.host, meeting.store_port, timeout_s=STORE_TIMEOUT_S)
@@ -315,25 +319,31 @@ class Follower:
         if self._group.interrupt is not None:
             link.interrupt_with(self._group.interrupt)
         if model.device.type == "cpu":
-            shared = shared_memory.follow(
-                _place(self._config, self._rank),
-                num_here,
-                lambda facts: link.agree(facts, timeout_s=LOAD_TIMEOUT_S),
-            )
+            shared = shared_memory.follow(_place(self._config, self._rank), num_here, agree)
             if shared is not None:
                 link.interrupt_with(shared.abort)
                 parallel = replace(parallel, shared=shared)
         decoder = model.load(parallel, num_here)
-        link.agree({}, timeout_s=LOAD_TIMEOUT_S)
-        measured = memory_facts(model.measure_blocks(decoder, num_sharers(agreed, model.device)))
-        num_blocks = num_blocks_of(link.agree(measured, timeout_s=LOAD_TIMEOUT_S))
-        self._runner = model.runner(decoder, num_blocks)
+        agree({})
+        memory = agree(_measured(model, decoder, agreed))
+        num_blocks = num_blocks_of(memory)
+        parts = None
+        if shares_attention(memory):
+            forms = model.part_forms(num_blocks)
+            parts = shared_pool.share(self._rank, forms, lambda facts, _decide: agree(facts))
+        self._runner = model.runner(decoder, num_blocks, parts)
         prepared = prepare(model.facts(num_blocks), self._runner.pool.memory, link)
-        link.agree(prepared, timeout_s=LOAD_TIMEOUT_S)
+        agree(prepared)
 
 
 def _nothing(_facts: RankFacts, _pool: torch.Tensor, _link: FollowerLink) -> Facts:
     return {}
+
+
+def _measured(model: RankModel, decoder: Decoder, agreed: Facts) -> Facts:
+    """agreed: the answer of `agree_on_identity`."""
+    num_blocks = model.measure_blocks(decoder, num_sharers(agreed, model.device))
+    return memory_facts(num_blocks, shares_attention=decoder.shares_attention)
 
 
 def _place(config: GroupConfig, rank: int) -> shared_memory.Place:

@@ -11,7 +11,14 @@ from workers.config import GroupConfig
 from workers.decoding.drafter import DRAFT_MODEL, MEDUSA, MODEL_METHODS
 from workers.engine.meter import MeteredModel
 from workers.engine.request import EngineLimits
-from workers.kernels import MAX_LOGIT_ROWS, CacheForm, PagedCache, Quantization, TorchKernels
+from workers.kernels import (
+    MAX_LOGIT_ROWS,
+    AttentionPart,
+    CacheForm,
+    PagedCache,
+    Quantization,
+    TorchKernels,
+)
 from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
@@ -41,6 +48,7 @@ from workers.runtime.medusa import MedusaRunner
 from workers.runtime.model_work import model_work
 from workers.runtime.pool_size import FreeMemory, num_blocks_for
 from workers.runtime.runner import ModelRunner
+from workers.runtime.shared_pool import PartForm
 from workers.weight_forms import WeightForms
 
 _log = logging.getLogger(__name__)
@@ -149,9 +157,31 @@ class RankModel:
             free=free,
         )
 
-    def runner(self, decoder: Decoder, num_blocks: int) -> ModelRunner:
-        """Allocates the pool; on GPUs all ranks record their graphs over it."""
-        pool = self._pool(num_blocks)
+    def part_forms(self, num_blocks: int) -> tuple[PartForm, ...]:
+        """What every rank would hold for the others to see; by rank."""
+        spec = self._checkpoint.spec
+        return tuple(
+            PartForm(
+                num_blocks=num_blocks,
+                block_bytes=form.block_bytes,
+                num_heads=len(spec.q_heads_of_rank(rank, self._size)),
+                num_kv_heads=form.num_kv_heads,
+                head_dim=spec.head_dim,
+                max_tokens=self._config.schedule.max_step_tokens,
+            )
+            for rank, form in enumerate(self._cache_forms)
+        )
+
+    def runner(
+        self, decoder: Decoder, num_blocks: int, parts: tuple[AttentionPart, ...] | None = None
+    ) -> ModelRunner:
+        """Allocates the pool, unless it is among `parts`: those of all ranks, which then share their
+        attention. On GPUs all ranks record their graphs over it."""
+        if parts is None:
+            pool = self._pool(num_blocks)
+        else:
+            pool = PagedCache(parts[self._rank].pool, self._cache_forms[self._rank])
+            decoder.share_attention(parts, self._config.schedule.max_step_tokens)
         if self._buckets is None:
             return ModelRunner(decoder, pool)
         device = CudaDevice(self.device)

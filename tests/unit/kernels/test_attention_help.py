@@ -1,4 +1,4 @@
-"""Ranks that do attention for each other: the bits of ranks that do not. Ranks are threads of this process."""
+"""Ranks that do attention for each other: the bits of ranks that do not. They are threads of this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parts_of(models: Sequence[StepModel], pools: Sequence[PagedCache]) -> tuple[
         AttentionPart(
             pool=pool.memory,
             work=torch.zeros(
-                AttentionPart.work_bytes(model.num_heads, model.num_kv_heads, DIM, MAX_TOKENS),
+                MAX_TOKENS * 2 * (model.num_heads + model.num_kv_heads) * DIM * 2,
                 dtype=torch.uint8,
             ),
             num_heads=model.num_heads,

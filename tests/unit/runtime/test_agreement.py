@@ -32,6 +32,7 @@ from workers.runtime.agreement import (
     machine_id,
     memory_facts,
     num_blocks_of,
+    shares_attention,
 )
 from workers.runtime.follower_link import LeaderLost
 from workers.runtime.frames import FrameKind, FrameSocket, PeerClosed
@@ -61,17 +62,20 @@ def test_who_comes_early_waits_for_the_others_beyond_the_timeout():
         with follower(made, 1) as early:
             answers: list[dict[str, str | int]] = []
             waiting = threading.Thread(
-                target=lambda: answers.append(dict(early.agree(memory_facts(7), timeout_s=20)))
+                target=lambda: answers.append(
+                    dict(early.agree(memory_facts(7, shares_attention=True), timeout_s=20))
+                )
             )
             waiting.start()
             time.sleep(1.5 * TIMEOUT_S)
             assert waiting.is_alive()
             late = join(made.rendezvous, 2, timeout_s=5)
             accepting.join(5)
-            late.send(FrameKind.FACTS, pack_facts(memory_facts(8)))
-            agreed = made.link.agree(memory_facts(9), agree_on_memory, timeout_s=5)
+            late.send(FrameKind.FACTS, pack_facts(memory_facts(8, shares_attention=True)))
+            agreed = made.link.agree(memory_facts(9, shares_attention=True), agree_on_memory, timeout_s=5)
             waiting.join(5)
             assert answers == [agreed] and num_blocks_of(agreed) == 7
+            assert shares_attention(agreed)
             late.close()
 
 
@@ -100,19 +104,22 @@ def test_missing_ranks_are_named():
         made.link.accept(0.2)
 
 
-def test_ranks_agree_on_the_smallest_pool():
+def test_ranks_agree_on_the_smallest_pool_and_share_only_where_all_can():
     with group() as made:
         accepting = accept_in_background(made.link)
         with follower(made) as other:
             accepting.join(5)
             answers = []
             thread = threading.Thread(
-                target=lambda: answers.append(other.agree(memory_facts(70), timeout_s=5))
+                target=lambda: answers.append(
+                    other.agree(memory_facts(70, shares_attention=False), timeout_s=5)
+                )
             )
             thread.start()
-            agreed = made.link.agree(memory_facts(90), agree_on_memory, timeout_s=5)
+            agreed = made.link.agree(memory_facts(90, shares_attention=True), agree_on_memory, timeout_s=5)
             thread.join(5)
             assert num_blocks_of(agreed) == 70
+            assert not shares_attention(agreed)  # rank 0 could
             assert answers == [agreed]
 
 

@@ -5,40 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
 
 import pytest
 import torch
 
+from tests.unit.runtime.meeting import PATIENCE_S, Meeting
 from workers.kernels import KernelsUnavailable, Library, SharedCollective, load_library
 from workers.runtime.handshake import Facts
-from workers.runtime.shared_memory import Decide, Place, follow, lead
+from workers.runtime.shared_memory import Place, follow, lead
 
 Found = SharedCollective | None
 
 
 def no_compiler() -> Library:
     raise KernelsUnavailable("no C++ compiler found")
-
-
-class Meeting:
-    """Agreements of `size` ranks: what the links do."""
-
-    def __init__(self, size: int, change: Callable[[Facts], Facts]) -> None:
-        self._facts: Queue[tuple[int, Facts]] = Queue()
-        self._answers: list[Queue[Facts]] = [Queue() for _ in range(size)]
-        self._change = change
-
-    def decide(self, own: Facts, decide: Decide) -> Facts:
-        others = dict(self._facts.get(timeout=20) for _ in self._answers[1:])
-        agreed = decide({0: own, **{rank: others[rank] for rank in sorted(others)}})
-        for answers in self._answers[1:]:
-            answers.put(self._change(agreed))
-        return agreed
-
-    def tell(self, rank: int, own: Facts) -> Facts:
-        self._facts.put((rank, own))
-        return self._answers[rank].get(timeout=20)
 
 
 def meet(
@@ -53,7 +33,7 @@ def meet(
     here = size if num_here is None else num_here
 
     def run(rank: int) -> Found:
-        place = Place(rank=rank, size=size, timeout_s=20.0)
+        place = Place(rank=rank, size=size, timeout_s=PATIENCE_S)
         load = no_compiler if rank == without_compiler else load_library
         if rank == 0:
             return lead(place, here, meeting.decide, load)

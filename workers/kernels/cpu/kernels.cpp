@@ -13,6 +13,7 @@
 #include "region.h"
 #include "roof.h"
 #include "rows.h"
+#include "shared_map.h"
 #include "step.h"
 
 namespace {
@@ -175,6 +176,9 @@ void tandem_join(int dtype, Collective* collective, const float* nodes, long row
 void tandem_gather_rows(Collective* collective, const void* mine, long rows, const long* row_bytes, void* out) {
   collective->gather_rows((const char*)mine, size_t(rows), row_bytes, (char*)out);
 }
+long tandem_map_shared(int fd, long bytes) { return SharedMap::map(fd, size_t(bytes)); }
+int tandem_collapse_shared(char* begin, long bytes) { return SharedMap::collapse(begin, size_t(bytes)); }
+void tandem_unmap_shared(char* begin, long bytes) { SharedMap::unmap(begin, size_t(bytes)); }
 #ifdef HAS_PRODUCTS
 // 1 when weights of format BF16_TILES can be used from now on.
 int tandem_can_use_tiles() { return can_use_tiles(); }

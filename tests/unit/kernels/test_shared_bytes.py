@@ -1,0 +1,88 @@
+"""Shared memory: where it lies, that all who map it see one memory, and that it is gone with its tensors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.kernels.builds import build
+from workers.kernels import shared_bytes
+from workers.kernels.memory import HUGE_PAGE_BYTES
+
+NUM_BYTES = 2 * HUGE_PAGE_BYTES
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = os.memfd_create("tandem-test")
+    os.posix_fallocate(fd, 0, NUM_BYTES)
+    yield fd
+    os.close(fd)
+
+
+def mappings(address: int) -> list[str]:
+    """What /proc says of those that begin there."""
+    text = Path("/proc/self/smaps").read_text()
+    return re.findall(rf"^0*{address:x}-.*\n(?:[A-Z].*\n)*", text, re.MULTILINE)
+
+
+def test_all_who_map_it_see_one_memory(fd: int) -> None:
+    one, other = (shared_bytes(build("native"), fd, NUM_BYTES) for _ in range(2))
+    assert one.data_ptr() != other.data_ptr()
+    for memory in (one, other):
+        assert memory.shape == (NUM_BYTES,) and memory.data_ptr() % HUGE_PAGE_BYTES == 0
+        assert not memory.any()
+    one[0], other[-1] = 3, 4
+    assert other[0] == 3 and one[-1] == 4
+    assert os.pread(fd, 1, 0) == b"\3" and os.pread(fd, 1, NUM_BYTES - 1) == b"\4"
+
+
+def test_it_lies_in_huge_pages_where_the_system_has_them(fd: int) -> None:
+    library = build("native")
+    memory = shared_bytes(library, fd, NUM_BYTES)
+    if library.collapse_shared(memory.data_ptr(), NUM_BYTES) != 0:
+        pytest.skip("this system collapses no shared memory")
+    (found,) = mappings(memory.data_ptr())
+    assert f"ShmemPmdMapped: {NUM_BYTES >> 10:8} kB" in found
+
+
+def test_holes_are_zeros_and_become_part_of_a_huge_page() -> None:
+    fd = os.memfd_create("tandem-test")
+    try:
+        os.truncate(fd, NUM_BYTES)
+        os.pwrite(fd, b"\7", 5)
+        memory = shared_bytes(build("native"), fd, NUM_BYTES)
+    finally:
+        os.close(fd)
+    assert memory[5] == 7 and int(memory.sum()) == 7
+
+
+def test_it_is_unmapped_with_the_last_tensor_over_it(fd: int) -> None:
+    memory = shared_bytes(build("native"), fd, NUM_BYTES)
+    address, piece = memory.data_ptr(), memory[7:9].view(2, 1)
+    del memory
+    gc.collect()
+    (found,) = mappings(address)
+    assert "tandem-test" in found
+    piece.fill_(1)
+    del piece
+    gc.collect()
+    assert mappings(address) == []
+
+
+def test_nothing_is_left_mapped_where_the_file_cannot_be(tmp_path: Path) -> None:
+    path = tmp_path / "read_only"
+    path.write_bytes(b"x")
+    before = Path("/proc/self/maps").read_text().count("\n")
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with pytest.raises(PermissionError, match=r"cannot map 4194304 bytes of shared memory: Permission"):
+            shared_bytes(build("native"), fd, NUM_BYTES)
+    finally:
+        os.close(fd)
+    assert Path("/proc/self/maps").read_text().count("\n") <= before + 1

@@ -1,0 +1,33 @@
+"""Agreements of ranks that are threads of one process: what their links do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import Queue
+
+from workers.runtime.handshake import Facts
+from workers.runtime.shared_memory import Decide
+
+PATIENCE_S = 20.0
+
+
+class Meeting:
+    """Of `size` ranks."""
+
+    def __init__(self, size: int, change: Callable[[Facts], Facts] = lambda facts: facts) -> None:
+        """change: what happens to agreed facts on their way."""
+        self._facts: Queue[tuple[int, Facts]] = Queue()
+        self._answers: list[Queue[Facts]] = [Queue() for _ in range(size)]
+        self._change = change
+
+    def decide(self, own: Facts, decide: Decide) -> Facts:
+        """Rank 0's side."""
+        others = dict(self._facts.get(timeout=PATIENCE_S) for _ in self._answers[1:])
+        agreed = decide({0: own, **{rank: others[rank] for rank in sorted(others)}})
+        for answers in self._answers[1:]:
+            answers.put(self._change(agreed))
+        return agreed
+
+    def tell(self, rank: int, own: Facts) -> Facts:
+        self._facts.put((rank, own))
+        return self._answers[rank].get(timeout=PATIENCE_S)

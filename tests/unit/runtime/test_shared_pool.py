@@ -1,0 +1,177 @@
+"""Ranks, here threads, come to see each other's pools or agree that they do not."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.runtime.meeting import Meeting
+from workers.engine.step import GroupFailed
+from workers.kernels import AttentionPart, KernelsUnavailable, Library, load_library
+from workers.kernels.memory import HUGE_PAGE_BYTES
+from workers.runtime.follower_link import LeaderLost
+from workers.runtime.handshake import Facts
+from workers.runtime.shared_memory import Decide
+from workers.runtime.shared_pool import Agree, PartForm, share
+
+Parts = tuple[AttentionPart, ...] | None
+# Two KV heads on rank 0, one on the others; blocks that fill no page.
+FORMS = tuple(
+    PartForm(
+        num_blocks=11,
+        block_bytes=1000 * num_kv_heads,
+        num_heads=3 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        max_tokens=40,
+    )
+    for num_kv_heads in (2, 1, 1)
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Of descriptors, and of memory once no tensor holds it."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+    gc.collect()
+    assert num_mapped() == 0
+
+
+def num_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:tandem-pool")
+
+
+def no_compiler() -> Library:
+    raise KernelsUnavailable("no C++ compiler found")
+
+
+def no_memory() -> Library:
+    library = load_library()
+    library.map_shared = lambda fd, num_bytes: -errno.ENOMEM
+    return library
+
+
+def meet(
+    size: int,
+    *,
+    change: Callable[[Facts], Facts] = lambda facts: facts,
+    loads: dict[int, Callable[[], Library]] | None = None,
+    own_forms: dict[int, tuple[PartForm, ...]] | None = None,
+) -> list[Parts]:
+    """loads: of ranks that load another library; own_forms: of those that believe in others than FORMS."""
+    meeting = Meeting(size, change)
+
+    def run(rank: int) -> Parts:
+        forms = (own_forms or {}).get(rank, FORMS[:size])
+        agree: Agree = meeting.decide if rank == 0 else lambda own, _: meeting.tell(rank, own)
+        return share(rank, forms, agree, (loads or {}).get(rank, load_library))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_sees_the_parts_of_all(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    found = meet(size)
+    assert num_mapped() == size * size
+    for parts in found:
+        assert parts is not None and len(parts) == size
+        for part, form in zip(parts, FORMS, strict=False):
+            assert part.pool.shape == (11, form.block_bytes) and part.pool.is_contiguous()
+            assert part.pool.data_ptr() % HUGE_PAGE_BYTES == 0 and part.work.data_ptr() % 64 == 0
+            assert (part.num_heads, part.num_kv_heads) == (form.num_heads, form.num_kv_heads)
+            # QKV rows and attended rows of 40 tokens.
+            assert part.work.shape == (40 * (part.num_heads * 2 + part.num_kv_heads * 2) * 16 * 2,)
+            assert not part.pool.any() and not part.work.any()
+    for rank, parts in enumerate(found):
+        assert parts is not None
+        parts[rank].pool.fill_(rank + 1)
+        parts[rank].work.fill_(rank + 11)
+    for parts in found:
+        assert parts is not None
+        for rank, part in enumerate(parts):
+            assert bool((part.pool == rank + 1).all()) and bool((part.work == rank + 11).all())
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("load", "why"), [(no_compiler, "no C++ compiler found"), (no_memory, "Cannot allocate memory")]
+)
+def test_one_rank_that_cannot_and_none_shares(
+    rank: int, load: Callable[[], Library], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert meet(3, loads={rank: load}) == [None] * 3
+    (message,) = caplog.messages
+    assert message.startswith(f"the ranks do not share their attention: rank {rank}: ") and why in message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"label 0": "00" * 32}, "the memory that was found is not that of rank 0"),
+        ({"path 0": "/proc/1/fd/999999"}, "No such file or directory"),
+        ({"path 0": "/etc/passwd"}, "'/etc/passwd' is no memory of a process"),
+    ],
+)
+def test_memory_that_is_not_that_ranks_is_not_used(
+    wrong: Facts, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(facts: Facts) -> Facts:
+        return {**facts, **wrong} if "path 0" in facts else facts
+
+    assert meet(2, change=change) == [None] * 2
+    (message,) = caplog.messages
+    assert message.startswith("the ranks do not share their attention: rank 1: ") and why in message
+
+
+def test_ranks_that_expect_other_sizes_do_not_share(caplog: pytest.LogCaptureFixture) -> None:
+    more = (replace(FORMS[0], max_tokens=1 << 14), FORMS[1])
+    assert meet(2, own_forms={1: more}) == [None] * 2
+    assert caplog.messages == [
+        "the ranks do not share their attention: rank 1: the memory of rank 0 has "
+        f"{FORMS[0].num_bytes} bytes, expected are {more[0].num_bytes}"
+    ]
+
+
+def test_memory_that_could_shrink_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    label = bytes(range(32))
+    fd = os.memfd_create("open-ended", os.MFD_ALLOW_SEALING)
+    os.truncate(fd, FORMS[0].num_bytes)
+    os.pwrite(fd, label, FORMS[0].num_bytes - len(label))
+    wrong = {"path 0": f"/proc/{os.getpid()}/fd/{fd}", "label 0": label.hex()}
+    try:
+        found = meet(2, change=lambda facts: {**facts, **wrong} if "path 0" in facts else facts)
+    finally:
+        os.close(fd)
+    assert found == [None] * 2
+    assert caplog.messages == [
+        "the ranks do not share their attention: rank 1: the memory of rank 0 could change its size"
+    ]
+
+
+@pytest.mark.parametrize("error", [GroupFailed("rank 1 died"), LeaderLost("rank 0 died")])
+@pytest.mark.parametrize("agreements", [0, 1])
+def test_a_group_that_ends_meanwhile(error: Exception, agreements: int) -> None:
+    """As `agree` tells it; the fixture sees that nothing stays."""
+    meeting, done = Meeting(1), []
+
+    def agree(own: Facts, decide: Decide) -> Facts:
+        if len(done) == agreements:
+            raise error
+        done.append(own)
+        return meeting.decide(own, decide)
+
+    with pytest.raises(type(error), match="died"):
+        share(0, FORMS[:1], agree)
+    assert len(done) == agreements
+    error.__traceback__ = None  # holds the frames, and these the memory

@@ -1,0 +1,28 @@
+"""Memory that processes of one machine share, in huge pages where the system has them: cpu/shared_map.h."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+import torch
+
+from workers.kernels.library import Library
+
+
+def shared_bytes(library: Library, fd: int, num_bytes: int) -> torch.Tensor:
+    """(num_bytes,) uint8, starting at a huge page: the first bytes of the file behind `fd`, in every process
+    that maps them. The descriptor may be closed after; the mapping ends with the last tensor over it.
+
+    The file must have that size, for good: what is behind its end cannot be read. Raises OSError.
+    """
+    assert num_bytes > 0, num_bytes
+    address: int = library.map_shared(fd, num_bytes)
+    if address < 0:
+        raise OSError(-address, f"cannot map {num_bytes} bytes of shared memory: {os.strerror(-address)}")
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    # Not at exit: a thread that ends with the process may still be inside a step.
+    weakref.finalize(memory, library.unmap_shared, address, num_bytes).atexit = False
+    library.collapse_shared(address, num_bytes)  # else it stays in small pages, and is slower
+    return torch.frombuffer(memory, dtype=torch.uint8)
