@@ -27,6 +27,7 @@ from cluster.launch.guardian import Guardian
 from cluster.launch.haproxy import file_switches, write_wrapper
 from cluster.launch.marked import MARK, end_marked
 from cluster.launch.news import Report, unheard
+from cluster.launch.periods import PERIODS
 from cluster.launch.ports import free_port, reserved_port
 from cluster.running.serve_api import ServeApi, ServeApiError, read_token, token_path
 
@@ -132,6 +133,7 @@ def _head_command(folder: Path, gcs_port: int, dashboard_port: int, num_cpus: in
     command = module_command("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats")
     command += ["--node-ip-address", "127.0.0.1", "--port", str(gcs_port), "--temp-dir", str(folder)]
     command += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)]
+    command += ["--include-log-monitor", "false"]  # it sends every line to drivers, and there are none
     for option in ("--dashboard-agent-listen-port", "--ray-client-server-port", "--metrics-export-port"):
         command += [option, str(free_port())]  # their fixed defaults clash with another cluster's
     if num_cpus is not None:
@@ -164,7 +166,7 @@ def stop_all(cluster: LocalCluster, *, grace_s: float = 30.0) -> list[str]:
 
 
 def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
-    environment = dict(os.environ)
+    environment = PERIODS | os.environ
     environment |= {
         MARK: mark,
         "RAY_AUTH_MODE": "token",
@@ -173,6 +175,7 @@ def _cluster_environment(mark: str, folder: Path) -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",  # Serve ends an ingress that is not up in 3 x 5 s
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "600",  # that streams may last after an update
+        "RAY_worker_niceness": "0",  # 15 without: all else on the machine would go before the engine
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # stop_all has drained before it ends the head
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_wrapper(folder)),
         **file_switches(folder),
