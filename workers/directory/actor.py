@@ -110,6 +110,7 @@ def open_directory(application: str, directory_id: str) -> ActorHandle[Any]:
         lifetime="detached",
         num_cpus=0,
         max_concurrency=1000,
+        enable_task_events=False,  # several calls a second, each of which Ray would note
         scheduling_strategy="DEFAULT",  # not in the caller's placement group, with which it would die
     )
     return cast(ActorHandle[Any], options.remote(directory_id))
