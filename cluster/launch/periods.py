@@ -1,8 +1,8 @@
 """How often the processes of a local cluster wake up while nothing happens.
 
-Ray's own periods are for clusters with cores to spare. Here they would take a fifth of two cores from the
-engine, asked or not. Nobody waits for what is done less often: requests do not pass through it, groups that
-fail are noticed by the routers' own connections, and what is shown is a few seconds older.
+Ray's own periods are for clusters with cores to spare. Nobody waits for what is rarer here: requests
+do not pass through it, groups that fail are noticed by the routers' own connections, and what is shown is a
+few seconds older. What each takes: benchmarks/NOTES_AMX.md.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Final
 
 # Environment of all processes of the cluster; one that is set already is left as it is.
 PERIODS: Final = {
-    # Serve's controller asks Ray's control plane for all nodes, and looks at every replica: 10 times a second.
+    # Serve's controller asks Ray for all nodes, and looks at every replica: 10 times a second without this.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    # Every replica and proxy counts for Ray's agent, which is told each 10 s: 10 times a second.
+    # Every replica and proxy counts for Ray's agent, which is told each 10 s: 10 times a second without.
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
-    # The agent looks at all processes for the dashboard, which asks it each 15 s: each 5 s.
+    # The agent looks at all processes for the dashboard, which asks it each 15 s: each 5 s without.
     "REPORTER_UPDATE_INTERVAL_MS": "15000",
-    # The dashboard looks at its own processes, down to their pages: each 5 s.
+    # The dashboard looks at its own processes, down to their pages: each 5 s without.
     "METRICS_RECORD_INTERVAL_S": "30",
-    # The agent looks for files of events: each 2 s.
+    # The agent looks for files of events: each 2 s without.
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "10",
 }
