@@ -146,6 +146,32 @@ struct Int8Tiles {
     }
   };
 
+  // A group of inputs of 32 columns.
+  struct Part {
+    const char* columns;
+    size_t at, group, width;  // where its tiles lie in a block of rows; its number; inputs, filled up
+    bool first, last;         // group of its leaf
+    long joins;
+    const float* scales;
+    float* to;
+  };
+  // body(part) for every one of a unit, as they lie in memory.
+  template <class F>
+  static void each_part(const ByteRows& form, size_t count, const SumOrder& order, const char* unit, int vecs, float* sums, F body) {
+    const float* scales = (const float*)(unit + vecs * 16 * order.inputs());
+    for (int v = 0; v < vecs; v += 2, sums += 32, scales += 32) {
+      size_t at = form.tiles_at(), g = 0;
+      float* to = sums;
+      for (long l = 0; l < order.count; to += long(count * UNIT) * (1 - order.leaves[l++].joins))
+        for (long left = order.leaves[l].inputs, all = left; left > 0; g++) {
+          const size_t width = rounded_up(size_t(form.widths[g]), GROUP);
+          const bool is_first = left == all, is_last = (left -= long(width)) == 0;
+          body(Part{unit, at, g, width, is_first, is_last, is_last ? order.leaves[l].joins : 0, scales, to});
+          at += form.tiles_of(form.widths[g]) * 1024, unit += width * 32;
+        }
+    }
+  }
+
   // Rows made by ByteRows times a unit, as quantized_unit of quant_rows.h; at most CHUNK_ROWS rows, in pairs of blocks. What
   // tiles leave is finished while the next ones are at work, before these store theirs: loads would wait for stores in
   // front of them.
@@ -153,32 +179,22 @@ struct Int8Tiles {
     alignas(64) int32_t products[2 * 16 * 32];
     Finish pending{};
     const size_t block_bytes = form.block_bytes();
-    const float* scales = (const float*)(unit + vecs * 16 * order.inputs());
     TileShapes shapes;
     for (int t = 0; t < 6; t++) shapes.set(t, int(2 * std::min(count, BYTE_ROWS)), 64);  // sums and rows
     for (int t = 6; t < 8; t++) shapes.set(t, 16, 64);
     Tiles tiles(shapes);
-    for (int v = 0; v < vecs; v += 2, sums += 32, scales += 32) {
-      size_t at = form.tiles_at(), g = 0;  // in a block
-      float* to = sums;
-      for (long l = 0; l < order.count; to += long(count * UNIT) * (1 - order.leaves[l++].joins))
-        for (long left = order.leaves[l].inputs, all = left; left > 0; g++) {
-          const size_t width = rounded_up(size_t(form.widths[g]), GROUP), deep = form.tiles_of(form.widths[g]);
-          const bool is_first = left == all, is_last = (left -= long(width)) == 0;
-          const long joins = is_last ? order.leaves[l].joins : 0;
-          for (size_t r = 0; r < count; r += 2 * BYTE_ROWS) {
-            const char *a0 = rows + r / BYTE_ROWS * block_bytes, *a1 = a0 + block_bytes;
-            const bool two = r + BYTE_ROWS < count;
-            const auto run = r ? (two ? block<true, false> : block<false, false>) : two ? block<true, true> : block<false, true>;
-            run(tiles, a0 + at, a1 + at, unit, deep);
-            pending(products);
-            store(tiles, two, products);
-            const float *scales0 = (const float*)a0 + g * BYTE_ROWS, *scales1 = (const float*)a1 + g * BYTE_ROWS;
-            pending = {std::min(count - r, 2 * BYTE_ROWS), is_first, is_last, joins, count * UNIT, {scales0, scales1}, scales, to + r * UNIT};
-          }
-          at += deep * 1024, unit += width * 32;
-        }
-    }
+    each_part(form, count, order, unit, vecs, sums, [&](const Part& part) {
+      for (size_t r = 0; r < count; r += 2 * BYTE_ROWS) {
+        const char *a0 = rows + r / BYTE_ROWS * block_bytes, *a1 = a0 + block_bytes;
+        const bool two = r + BYTE_ROWS < count;
+        const auto run = r ? (two ? block<true, false> : block<false, false>) : two ? block<true, true> : block<false, true>;
+        run(tiles, a0 + part.at, a1 + part.at, part.columns, form.tiles_of(long(part.width)));
+        pending(products);
+        store(tiles, two, products);
+        const float *scales0 = (const float*)a0 + part.group * BYTE_ROWS, *scales1 = (const float*)a1 + part.group * BYTE_ROWS;
+        pending = {std::min(count - r, 2 * BYTE_ROWS), part.first, part.last, part.joins, count * UNIT, {scales0, scales1}, part.scales, part.to + r * UNIT};
+      }
+    });
     pending(products);
   }
 };

@@ -11,6 +11,7 @@
 #include "gemm_int4.h"
 #include "gemm_int4_tiles.h"
 #include "gemm_int8.h"
+#include "gemm_int8_few.h"
 #include "gemm_int8_tiles.h"
 #endif
 
@@ -88,7 +89,8 @@ inline void quantized_sums(const PackedWeights& w, const Units& units, size_t u,
 #ifdef HAS_TILES
   if (w.format == INT8_TILES) {
     const char* unit = w.data + units.first(u) * quantized_column_bytes(w.format, size_t(w.order.inputs()) / GROUP);
-    return Int8Tiles::unit_sums(byte_rows(w), rows, count, w.order, unit, units.vecs(u), sums);
+    const auto run = count <= FEW_BYTE_ROWS ? Int8FewRows::unit_sums : Int8Tiles::unit_sums;
+    return run(byte_rows(w), rows, count, w.order, unit, units.vecs(u), sums);
   }
 #endif
   const size_t groups = size_t(w.groups);
