@@ -95,7 +95,7 @@ struct Int8Tiles {
     for (; count; count--, a0 += 1024, a1 += 1024, b += 2048) {
       if constexpr (FETCH) {
 #pragma GCC unroll 32
-        for (size_t i = 0; i < 2048; i += 64) _mm_prefetch(b + 1024 + i, _MM_HINT_T0);
+        for (size_t i = 0; i < 2048; i += 64) _mm_prefetch(b + STREAM_AHEAD + i, _MM_HINT_T1), _mm_prefetch(b + 1024 + i, _MM_HINT_T0);
       }
       tiles.load<6>(b, 128);
       tiles.load<7>(b + 64, 128);
