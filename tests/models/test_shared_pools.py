@@ -1,4 +1,4 @@
-"""Two ranks, two processes, that see each other's pools: when they do, and that their answers are the same."""
+"""Two ranks, two processes, that map each other's pools: when they do, and that answers are the same."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from threading import Lock
 from typing import Final
@@ -20,13 +21,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from workers.kernels import Library, load_library
 from workers.ports import open_port
 from workers.transfer.choice import TRANSPORTS
 from workers.transfer.cross_memory import MEMORY, Proof, allow_readers
 from workers.transfer.layout import KVLayout
 from workers.transfer.link import Endpoint
 from workers.transfer.messages import MemoryFacts, PeerFacts
-from workers.transfer.pool_bytes import PoolBytes
+from workers.transfer.pool_bytes import PoolBytes, find_library
 from workers.transfer.puller import Order, Puller, Route, SourceGroup, TransferSettings
 from workers.transfer.server import BlockServer
 from workers.transfer.source import Source
@@ -48,13 +50,15 @@ class Agent:
         generations: NDArray[np.int64] | None,
         host: str,
         settings: TransferSettings,
+        load: Callable[[], Library] = load_library,
     ) -> None:
         """Listens on a free port of `host` and begins to serve.
 
         pool: (num_blocks, block_bytes) uint8, contiguous. generations: of rank 0, as
-        `transport` says; None for the others. Raises ValueError when these do not fit each other.
+        `transport` says; None for the others. load: raises KernelsUnavailable where sockets have to do
+        without C++. Raises ValueError when these do not fit each other.
         """
-        self._pool = PoolBytes(pool)
+        self._pool = PoolBytes(pool, find_library(load) if pool.device.type == "cpu" else None)
         if self._pool.block_bytes != layout.block_bytes(rank):
             raise ValueError(
                 f"a block of the pool has {self._pool.block_bytes} bytes, by the layout it should have "

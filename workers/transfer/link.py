@@ -15,6 +15,7 @@ import time
 from typing import NamedTuple
 
 from workers.framing import HEADER_BYTES
+from workers.kernels import BlockStream
 from workers.transfer.messages import (
     MAX_FRAME_BYTES,
     MAX_GREETING_BYTES,
@@ -112,11 +113,20 @@ class PeerLink:
             except OSError as error:
                 raise self._lost(error) from error
             if got == 0:
-                self.raise_if_cancelled()
-                raise self._failed(Reason.UNREACHABLE, "the owner closed the connection")
+                raise self._ended()
             target = target[got:]
             if target.nbytes and time.monotonic() > deadline_s:
                 raise self._lost(TimeoutError())
+
+    def receive_blocks(self, stream: BlockStream) -> None:
+        """Fills all of it. Raises TransferFailed."""
+        self.raise_if_cancelled()
+        try:
+            stream.receive(self._socket.fileno(), self._timeout_s)
+        except OSError as error:
+            raise self._lost(error) from error
+        except EOFError as error:
+            raise self._ended() from error
 
     def unexpected(self, message: Message) -> TransferFailed:
         """The error for an answer that does not belong here."""
@@ -152,6 +162,11 @@ class PeerLink:
         if not hmac.compare_digest(welcome.mac, welcome_mac(key, challenge.nonce, nonce, welcome.facts)):
             raise self._failed(Reason.REFUSED, "the owner does not know the application's secret")
         return welcome.facts
+
+    def _ended(self) -> TransferFailed:
+        if self._cancelled:
+            return self._failed(Reason.CANCELLED, "the transfer was cancelled")
+        return self._failed(Reason.UNREACHABLE, "the owner closed the connection")
 
     def _lost(self, error: OSError) -> TransferFailed:
         if self._cancelled:

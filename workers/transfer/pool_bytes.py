@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import numpy as np
 import torch
 
+from workers.kernels import BlockStream, KernelsUnavailable, Library, load_library
+
 _PAGE_WORDS: Final = 512
 _PAGE_BYTES: Final = _PAGE_WORDS * 8
+
+_log = logging.getLogger(__name__)
 
 
 class PoolBytes:
     """Blocks of a pool, in host memory or on a device. Holds the tensor, copies nothing."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        """pool: (num_blocks, ...), contiguous."""
+    def __init__(self, pool: torch.Tensor, library: Library | None = None) -> None:
+        """pool: (num_blocks, ...), contiguous. library: None: bytes pass through Python."""
         if not pool.is_contiguous():
             raise ValueError("the KV pool is not contiguous: its blocks are no runs of bytes")
         self._blocks = pool.view(torch.uint8).view(pool.shape[0], -1)  # (num_blocks, block_bytes)
         self._host = self._blocks.numpy() if pool.device.type == "cpu" else None
+        self._library = library
+        # Read once: torch takes microseconds for each of these.
+        self._num_blocks, self._block_bytes = self._blocks.shape
+        self._address = self._blocks.data_ptr()
         self._stream: torch.cuda.Stream | None = None
         if self._host is None:
             self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
 
     @property
     def num_blocks(self) -> int:
-        return self._blocks.shape[0]
+        return self._num_blocks
 
     @property
     def block_bytes(self) -> int:
-        return self._blocks.shape[1]
+        return self._block_bytes
 
     @property
     def is_host_memory(self) -> bool:
@@ -42,7 +51,7 @@ class PoolBytes:
     @property
     def address(self) -> int:
         """Of block 0, in this process or on its device."""
-        return self._blocks.data_ptr()
+        return self._address
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -89,6 +98,40 @@ class PoolBytes:
             self._blocks[block, offset : offset + num_bytes].copy_(landing)
         self.synchronize()
 
+    def stream(
+        self, blocks: Sequence[int], offset: int, num_bytes: int, *, has_checksums: bool
+    ) -> BlockStream | None:
+        """For these bytes of the blocks, in this order; None where they have to pass through Python.
+
+        Raises ValueError for what is not in the pool.
+        """
+        if self._library is None or self._host is None:
+            return None
+        if not (self.has(min(blocks), offset, num_bytes) and max(blocks) < self.num_blocks):
+            raise ValueError(
+                f"bytes {offset} to {offset + num_bytes} of blocks {min(blocks)} to {max(blocks)}, in a pool "
+                f"of {self.num_blocks} blocks of {self.block_bytes} bytes"
+            )
+        return BlockStream(
+            self._library,
+            blocks,
+            first=self.address + offset,
+            stride=self.block_bytes,
+            num_bytes=num_bytes,
+            has_sums=has_checksums,
+        )
+
+    def checksums(
+        self, stream: BlockStream, blocks: Sequence[int], offset: int, num_bytes: int
+    ) -> tuple[int, ...]:
+        """Of the blocks that have passed, as `checksum` of each. The arguments are those of `stream`."""
+        rest = num_bytes % _PAGE_BYTES
+        found = [zlib.crc32(stream.page_sums(index)) for index in range(len(blocks))]
+        if rest:
+            tails = [self.view(block, offset + num_bytes - rest, rest) for block in blocks]
+            found = [zlib.crc32(tail, start) for tail, start in zip(tails, found, strict=True)]
+        return tuple(found)
+
 
 def checksum(data: memoryview) -> int:
     """CRC-32 over the sums of the 64-bit words of every 4 KiB, then over the rest.
@@ -99,3 +142,12 @@ def checksum(data: memoryview) -> int:
     whole = data.nbytes - data.nbytes % _PAGE_BYTES
     words = np.frombuffer(data[:whole], dtype=np.uint64).reshape(-1, _PAGE_WORDS)
     return zlib.crc32(data[whole:], zlib.crc32(words.sum(axis=1, dtype=np.uint64).tobytes()))
+
+
+def find_library(load: Callable[[], Library] = load_library) -> Library | None:
+    """None, with one line in the log, where bytes have to pass through Python. `load` may compile."""
+    try:
+        return load()
+    except KernelsUnavailable as error:
+        _log.warning("KV blocks pass through Python on their way to and from sockets (slower): %s", error)
+        return None

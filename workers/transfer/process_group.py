@@ -240,8 +240,7 @@ class PairOwner:
         if isinstance(message, Read):
             self._send(message, group, buffer)
         elif isinstance(message, Check):
-            for part in self._source.answer(message):
-                self._connection.sendall(part)
+            self._connection.sendall(encode(self._source.compare(message)))
         else:
             raise MessageError(f"a {type(message).__name__} frame out of order")
 

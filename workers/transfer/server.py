@@ -22,6 +22,7 @@ from threading import Thread
 from typing import Final
 
 from workers.framing import FrameReader
+from workers.kernels import BlockStream
 from workers.transfer.messages import (
     MAX_AHEAD,
     MAX_FRAME_BYTES,
@@ -73,8 +74,9 @@ class _Peer:
     frames: FrameReader[Message] = field(default_factory=frame_reader)
     is_known: bool = False
     requests: deque[Read | Check] = field(default_factory=deque)
-    answer: Iterator[memoryview] | None = None
+    answer: Iterator[memoryview | BlockStream] | None = None
     waiting: deque[memoryview] = field(default_factory=deque)  # not yet taken by the kernel
+    stream: BlockStream | None = None  # behind what waits
     wanted: int = selectors.EVENT_READ  # what the selector looks for
     is_at_barrier: bool = False  # the answer goes on when nothing waits
 
@@ -241,27 +243,21 @@ class BlockServer:
         left = _TURN_BYTES
         while left > 0:
             self._refill(peer)
-            if not peer.waiting:
-                break
             try:
-                sent = peer.connection.sendmsg(peer.waiting)
+                sent = _send_waiting(peer) or _send_stream(peer, left)
             except BlockingIOError:
                 return
+            if not sent:
+                break
             left -= sent
             peer.send_by_s = time.monotonic() + _SEND_TIMEOUT_S
-            while sent:
-                first = peer.waiting.popleft()
-                if sent < first.nbytes:
-                    peer.waiting.appendleft(first[sent:])
-                    break
-                sent -= first.nbytes
         if not peer.has_to_send:
             peer.send_by_s = _NEVER_S
 
     def _refill(self, peer: _Peer) -> None:
         """The next bytes of the answers; what follows a barrier only when all before it is sent."""
         num_bytes = sum(part.nbytes for part in peer.waiting)
-        while num_bytes < _VECTOR_BYTES and len(peer.waiting) < _VECTOR_PARTS:
+        while peer.stream is None and num_bytes < _VECTOR_BYTES and len(peer.waiting) < _VECTOR_PARTS:
             if peer.is_at_barrier:
                 if peer.waiting:
                     return
@@ -273,6 +269,8 @@ class BlockServer:
             part = next(peer.answer, None)
             if part is None:
                 peer.answer = None
+            elif isinstance(part, BlockStream):
+                peer.stream = part
             elif part is BARRIER:
                 peer.is_at_barrier = True
             else:
@@ -291,6 +289,30 @@ class BlockServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
+
+
+def _send_waiting(peer: _Peer) -> int:
+    """What the kernel takes of it."""
+    if not peer.waiting:
+        return 0
+    left = sent = peer.connection.sendmsg(peer.waiting)
+    while left:
+        first = peer.waiting.popleft()
+        if left < first.nbytes:
+            peer.waiting.appendleft(first[left:])
+            break
+        left -= first.nbytes
+    return sent
+
+
+def _send_stream(peer: _Peer, max_bytes: int) -> int:
+    """What the kernel takes of the blocks' bytes."""
+    if peer.stream is None:
+        return 0
+    sent = peer.stream.send(peer.connection.fileno(), max_bytes)
+    if peer.stream.is_done:
+        peer.stream = None
+    return sent
 
 
 def _set_up(connection: socket.socket) -> None:

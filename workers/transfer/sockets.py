@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+from workers.kernels import BlockStream
 from workers.transfer.layout import Piece
 from workers.transfer.link import PeerLink
 from workers.transfer.messages import MAX_READ_BLOCKS, Check, Data, Generations, Read, Trailer
@@ -20,6 +21,22 @@ from workers.types import BlockRead
 SOCKETS: Final = "sockets"
 _REQUEST_BYTES: Final = 32 << 20  # asked for at once; two requests are under way
 _AHEAD: Final = 2
+
+
+class _Place(NamedTuple):
+    """In the own pool."""
+
+    blocks: list[int]
+    offset: int
+    num_bytes: int
+
+
+class _Asked(NamedTuple):
+    """A request that was sent, and where the answer goes."""
+
+    request: Read
+    place: _Place
+    stream: BlockStream | None
 
 
 class SocketReader:
@@ -34,14 +51,15 @@ class SocketReader:
 
     def read(self, blocks: Sequence[BlockRead], pieces: Sequence[Piece]) -> None:
         """Asks ahead, so that the owner never waits for a request."""
-        asked: deque[tuple[Read, Sequence[BlockRead], Piece]] = deque()
-        for request, part, piece in self._requests(blocks, pieces):
+        asked: deque[_Asked] = deque()
+        for request, own, piece in self._requests(blocks, pieces):
             if len(asked) == _AHEAD:
-                self._receive(*asked.popleft())
+                self._receive(asked.popleft())
             self._link.send(request)
-            asked.append((request, part, piece))
+            place = _Place(own, piece.own_offset, piece.num_bytes)
+            asked.append(_Asked(request, place, self._pool.stream(*place, has_checksums=self._has_checksums)))
         while asked:
-            self._receive(*asked.popleft())
+            self._receive(asked.popleft())
 
     def check(self, blocks: Sequence[BlockRead]) -> None:
         check_over(self._link, blocks)
@@ -54,7 +72,8 @@ class SocketReader:
 
     def _requests(
         self, blocks: Sequence[BlockRead], pieces: Sequence[Piece]
-    ) -> Iterator[tuple[Read, Sequence[BlockRead], Piece]]:
+    ) -> Iterator[tuple[Read, list[int], Piece]]:
+        """What to ask for, and the own blocks that it is for."""
         is_checked = self._link.facts.has_generations
         for piece in pieces:
             num_blocks = max(1, min(MAX_READ_BLOCKS, _REQUEST_BYTES // piece.num_bytes))
@@ -68,31 +87,40 @@ class SocketReader:
                     num_bytes=piece.num_bytes,
                     has_checksums=self._has_checksums,
                 )
-                yield request, part, piece
+                yield request, [block.own for block in part], piece
 
-    def _receive(self, request: Read, blocks: Sequence[BlockRead], piece: Piece) -> None:
-        link = self._link
+    def _receive(self, asked: _Asked) -> None:
+        link, number = self._link, asked.request.number
         answer = link.receive()
-        if not isinstance(answer, Data) or answer.number != request.number:
+        if not isinstance(answer, Data) or answer.number != number:
             raise link.unexpected(answer)
-        found: list[int] = []
-
-        def receive(target: memoryview) -> None:
-            link.receive_into(target)
-            if request.has_checksums:
-                found.append(checksum(target))
-
-        for block in blocks:
-            self._pool.fill(block.own, piece.own_offset, piece.num_bytes, receive)
+        found = self._receive_blocks(asked)
         trailer = link.receive()
-        if not isinstance(trailer, Trailer) or trailer.number != request.number:
+        if not isinstance(trailer, Trailer) or trailer.number != number:
             raise link.unexpected(trailer)
         if not trailer.is_current:
             raise TransferFailed(Reason.STALE, f"a block of {link.endpoint} changed while it was read")
-        if tuple(found) != trailer.checksums:
+        if found != trailer.checksums:
             raise TransferFailed(
                 Reason.DAMAGED, f"bytes of {link.endpoint} do not have the checksum that was sent with them"
             )
+
+    def _receive_blocks(self, asked: _Asked) -> tuple[int, ...]:
+        """Their checksums, if there are any."""
+        if asked.stream is not None:
+            self._link.receive_blocks(asked.stream)
+            return self._pool.checksums(asked.stream, *asked.place) if self._has_checksums else ()
+        found: list[int] = []
+
+        def receive(target: memoryview) -> None:
+            self._link.receive_into(target)
+            if self._has_checksums:
+                found.append(checksum(target))
+
+        blocks, offset, num_bytes = asked.place
+        for block in blocks:
+            self._pool.fill(block, offset, num_bytes, receive)
+        return tuple(found)
 
 
 def check_over(link: PeerLink, blocks: Sequence[BlockRead]) -> None:

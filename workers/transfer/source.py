@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.kernels import BlockStream
 from workers.transfer.messages import Check, Data, Generations, Read, Refused, Trailer, encode
 from workers.transfer.pool_bytes import PoolBytes, checksum
 from workers.transfer.transport import Reason
@@ -31,30 +32,46 @@ class Source:
         self.pool = pool
         self._generations = generations.data if generations is not None else None  # plain integers, live
 
-    def answer(self, request: Read | Check) -> Iterator[memoryview]:
-        """Pieces to send, in order. The bytes of a block are those of the pool at the time they are sent."""
-        refusal = self.refusal(request)
-        if refusal is not None:
+    def answer(self, request: Read | Check) -> Iterator[memoryview | BlockStream]:
+        """What to send, in order; a stream must have passed before more is asked for.
+
+        The bytes of a block are those of the pool at the time they are sent.
+        """
+        if isinstance(request, Check):
+            yield memoryview(encode(self.compare(request)))
+        elif refusal := self.refusal(request):
             yield memoryview(encode(refusal))
-        elif isinstance(request, Check):
-            found = self._generations_of(request.blocks)
-            yield memoryview(encode(Generations(number=request.number, generations=found)))
         else:
             yield from self._read(request)
 
-    def _read(self, request: Read) -> Iterator[memoryview]:
+    def compare(self, request: Check) -> Generations | Refused:
+        """The answer."""
+        refusal = self.refusal(request)
+        if refusal is not None:
+            return refusal
+        return Generations(number=request.number, generations=self._generations_of(request.blocks))
+
+    def _read(self, request: Read) -> Iterator[memoryview | BlockStream]:
         yield memoryview(encode(Data(number=request.number)))
-        checksums = []
-        for block in request.blocks:
-            part = self.pool.view(block, request.offset, request.num_bytes)
-            yield part
-            if request.has_checksums:  # while the reader takes a large block in, which is in our cache now
-                checksums.append(checksum(part))
-        yield BARRIER
-        trailer = Trailer(
-            number=request.number, is_current=self.is_current(request), checksums=tuple(checksums)
-        )
-        yield memoryview(encode(trailer))
+        yield BARRIER  # the reader's thread wakes meanwhile
+        place = (request.blocks, request.offset, request.num_bytes)
+        checksums: tuple[int, ...] = ()
+        stream = self.pool.stream(*place, has_checksums=request.has_checksums)
+        if stream is not None:
+            yield stream
+            is_current = self.is_current(request)
+            if request.has_checksums:
+                checksums = self.pool.checksums(stream, *place)
+        else:
+            found = []
+            for block in request.blocks:
+                part = self.pool.view(block, request.offset, request.num_bytes)
+                yield part
+                if request.has_checksums:  # while the reader takes a large block in, which is in our cache
+                    found.append(checksum(part))
+            yield BARRIER
+            is_current, checksums = self.is_current(request), tuple(found)
+        yield memoryview(encode(Trailer(number=request.number, is_current=is_current, checksums=checksums)))
 
     def refusal(self, request: Read | Check) -> Refused | None:
         """Why it cannot be answered; None when it can."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tests.unit.transfer.layouts import layout
-from tests.unit.transfer.ranks import Rank, pairs, pull, settings
+from tests.unit.transfer.ranks import Rank, compiled, no_compiler, pairs, pull, settings
 from workers.transfer.layout import KVLayout
 from workers.transfer.link import Endpoint
 from workers.transfer.puller import source_group
@@ -34,10 +34,11 @@ def layout_of(block_kib: int) -> KVLayout:
     return layout(num_kv_heads=1, num_layers=block_kib // 64, block_size=2, head_dim=4096)
 
 
-def own(num_blocks: int, block_kib: int, control: socket.socket) -> None:
+def own(num_blocks: int, block_kib: int, is_compiled: bool, control: socket.socket) -> None:
     """Block b is filled with the byte b + 1. Commands: `bump BLOCK` gives a block to somebody else, `peers`
     counts connections."""
-    rank = Rank(layout_of(block_kib), 0, num_blocks=num_blocks)
+    load = compiled if is_compiled else no_compiler
+    rank = Rank(layout_of(block_kib), 0, num_blocks=num_blocks, load=load)
     assert rank.generations is not None
     for block in range(num_blocks):
         rank.pool[block].view(torch.uint8).fill_(block + 1)
@@ -76,6 +77,7 @@ def _answering(control: socket.socket, port: int) -> Any:
 def serve() -> None:
     """Forks a child for every line."""
     torch.set_num_threads(1)
+    compiled()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are gone as soon as they end
     for line in sys.stdin:
         kind, *arguments = line.split()
@@ -83,7 +85,7 @@ def serve() -> None:
             continue
         control = socket.create_server(("127.0.0.1", 0))
         if kind == "own":
-            own(int(arguments[0]), int(arguments[1]), control)
+            own(*map(int, arguments), control)
         else:
             read(int(arguments[0]), arguments[1], int(arguments[2]), control)
         os._exit(0)
@@ -143,8 +145,8 @@ class Processes:
             text=True,
         )
 
-    def owner(self, num_blocks: int, block_kib: int) -> Child:
-        return self._start(f"own {num_blocks} {block_kib}")
+    def owner(self, num_blocks: int, block_kib: int, *, is_compiled: bool = True) -> Child:
+        return self._start(f"own {num_blocks} {block_kib} {int(is_compiled)}")
 
     def reader(self, port: int, transport: str, user: int = 0) -> Child:
         return self._start(f"read {port} {transport} {user}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from queue import Queue
 
 import numpy as np
 import torch
 
+from workers.kernels import KernelsUnavailable, Library, load_library
 from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS
 from workers.transfer.layout import KVLayout
@@ -19,6 +21,18 @@ from workers.types import BlockRead
 SECRET = b"the secret of an application"
 MACHINE = "this machine"
 PATIENCE_S = 20.0
+Load = Callable[[], Library]
+
+
+@cache
+def compiled() -> Library:
+    """What ranks have for sockets here."""
+    return load_library()
+
+
+def no_compiler() -> Library:
+    """What they have elsewhere."""
+    raise KernelsUnavailable("no C++ compiler found")
 
 
 def settings(
@@ -35,7 +49,13 @@ class Rank:
     """A rank with a pool in host memory and an agent."""
 
     def __init__(
-        self, of: KVLayout, rank: int, *, num_blocks: int, using: TransferSettings | None = None
+        self,
+        of: KVLayout,
+        rank: int,
+        *,
+        num_blocks: int,
+        using: TransferSettings | None = None,
+        load: Load = compiled,
     ) -> None:
         shape = (num_blocks, len(of.heads_of(rank)), of.num_layers, 2, of.block_size, of.head_dim)
         self.layout, self.rank = of, rank
@@ -48,6 +68,7 @@ class Rank:
             generations=self.generations,
             host="127.0.0.1",
             settings=using or settings(),
+            load=load,
         )
 
     def fill(self, blocks: torch.Tensor) -> None:
@@ -58,10 +79,12 @@ class Rank:
 
 @contextmanager
 def group(
-    of: KVLayout, *, num_blocks: int = 8, using: TransferSettings | None = None
+    of: KVLayout, *, num_blocks: int = 8, using: TransferSettings | None = None, load: Load = compiled
 ) -> Iterator[list[Rank]]:
     """All ranks of a group in this process."""
-    ranks = [Rank(of, rank, num_blocks=num_blocks, using=using) for rank in range(of.tensor_parallel)]
+    ranks = [
+        Rank(of, rank, num_blocks=num_blocks, using=using, load=load) for rank in range(of.tensor_parallel)
+    ]
     try:
         yield ranks
     finally:

@@ -12,7 +12,19 @@ import torch
 import workers.transfer.agent as agent_module
 import workers.transfer.puller as puller_module
 from tests.unit.transfer.layouts import layout
-from tests.unit.transfer.ranks import Pull, Rank, content, group, pairs, pull, settings, source_of
+from tests.unit.transfer.ranks import (
+    Load,
+    Pull,
+    Rank,
+    compiled,
+    content,
+    group,
+    no_compiler,
+    pairs,
+    pull,
+    settings,
+    source_of,
+)
 from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS
 from workers.transfer.cross_memory import CrossMemoryReader
@@ -52,14 +64,16 @@ def test_every_rank_of_any_size_gets_its_heads(transport: str, heads: int, sizes
             assert {route.transport for route in reader.agent.routes()} == {transport}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_blocks_in_one_order(transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "load"), [*((transport, compiled) for transport in TRANSPORTS), ("sockets", no_compiler)]
+)
+def test_many_blocks_in_one_order(transport: str, load: Load) -> None:
     small = layout(num_kv_heads=1, num_layers=1, block_size=1, head_dim=1)
     num_blocks = 3000
     using = settings(transports=(transport,))
     with (
-        group(small, num_blocks=num_blocks, using=using) as [owner],
-        group(small, num_blocks=num_blocks, using=using) as [reader],
+        group(small, num_blocks=num_blocks, using=using, load=load) as [owner],
+        group(small, num_blocks=num_blocks, using=using, load=load) as [reader],
     ):
         blocks = content(small, num_blocks)
         owner.fill(blocks)

@@ -12,6 +12,7 @@ import workers.transfer.agent as agent
 import workers.transfer.choice as choice
 from tests.unit.transfer.layouts import layout
 from tests.unit.transfer.ranks import content, group, pairs, pull, source_of
+from workers.kernels import Library
 from workers.transfer.link import PeerLink
 from workers.transfer.pool_bytes import PoolBytes
 from workers.transfer.transport import Reason, TransferFailed
@@ -20,8 +21,8 @@ from workers.transfer.transport import Reason, TransferFailed
 class DevicePool(PoolBytes):
     """As on a device: copies in and out."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        super().__init__(pool)
+    def __init__(self, pool: torch.Tensor, library: Library | None) -> None:
+        super().__init__(pool, library)
         self._host = None
 
     def synchronize(self) -> None:

@@ -14,7 +14,8 @@ import torch
 import workers.transfer.cross_memory as cross_memory
 from tests.unit.transfer.processes import Child, Processes, layout_of
 from tests.unit.transfer.proxy import Proxy, proxy
-from tests.unit.transfer.ranks import MACHINE, PATIENCE_S, SECRET, Rank, pairs, pull, settings
+from tests.unit.transfer.ranks import MACHINE, PATIENCE_S, SECRET, Rank, compiled, pairs, pull, settings
+from workers.kernels import Library
 from workers.transfer.choice import TRANSPORTS, choose
 from workers.transfer.cross_memory import CrossMemoryReader
 from workers.transfer.layout import reads
@@ -32,11 +33,18 @@ BLOCKS = pairs([(block, block) for block in range(NUM_BLOCKS)])
 class Setup:
     """An owner in another process and a pool of this one."""
 
-    def __init__(self, owner: Child, block_kib: int = 64, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self,
+        owner: Child,
+        block_kib: int = 64,
+        num_blocks: int = NUM_BLOCKS,
+        library: Library | None = None,
+    ) -> None:
         self.owner = owner
         self.layout = layout_of(block_kib)
         self.pieces = reads(self.layout, 0, self.layout)
-        self.pool = PoolBytes(torch.zeros(num_blocks, self.layout.block_bytes(0), dtype=torch.uint8))
+        pool = torch.zeros(num_blocks, self.layout.block_bytes(0), dtype=torch.uint8)
+        self.pool = PoolBytes(pool, library)
 
     def link(self, endpoint: Endpoint | None = None, timeout_s: float = PATIENCE_S) -> PeerLink:
         return PeerLink(endpoint or self.owner.endpoint, SECRET, timeout_s=timeout_s)
@@ -54,7 +62,15 @@ class Setup:
 
 @pytest.fixture
 def setup(processes: Processes) -> Setup:
-    return Setup(processes.owner(NUM_BLOCKS, 64))
+    return Setup(processes.owner(NUM_BLOCKS, 64), library=compiled())
+
+
+@pytest.fixture(params=["C++", "Python", "Python to C++", "C++ to Python"])
+def wired(processes: Processes, request: pytest.FixtureRequest) -> Setup:
+    """By which the owner sends and the reader takes bytes."""
+    owner, reader = (request.param.split(" to ") * 2)[:2]
+    child = processes.owner(NUM_BLOCKS, 64, is_compiled=owner == "C++")
+    return Setup(child, library=compiled() if reader == "C++" else None)
 
 
 def reason_of(action: Callable[[], object]) -> Reason:
@@ -97,21 +113,21 @@ def test_what_was_read_before_the_end_of_the_owner_is_good(setup: Setup) -> None
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_owner_is_killed_while_it_sends(setup: Setup, share: float) -> None:
-    whole = NUM_BLOCKS * setup.pool.block_bytes
-    with proxy(setup.owner.endpoint) as wire:
-        reader = setup.sockets(wire.endpoint)
+def test_the_owner_is_killed_while_it_sends(wired: Setup, share: float) -> None:
+    whole = NUM_BLOCKS * wired.pool.block_bytes
+    with proxy(wired.owner.endpoint) as wire:
+        reader = wired.sockets(wire.endpoint)
         limit = int(share * whole)
 
         def kill(passed: int, chunk: bytes) -> bytes:
             if passed + len(chunk) > limit:
-                setup.owner.kill()
+                wired.owner.kill()
                 return chunk[: max(0, limit - passed)]
             return chunk
 
         wire.change(kill)
         started = time.monotonic()
-        assert reason_of(lambda: reader.read(BLOCKS, setup.pieces)) is Reason.UNREACHABLE
+        assert reason_of(lambda: reader.read(BLOCKS, wired.pieces)) is Reason.UNREACHABLE
         assert time.monotonic() - started < 5
 
 
@@ -149,9 +165,11 @@ def test_a_block_is_given_away_while_memory_is_read(setup: Setup, monkeypatch: p
         assert reason_of(lambda: reader.read(BLOCKS, setup.pieces)) is Reason.STALE
 
 
-def test_a_block_is_given_away_while_it_is_sent(processes: Processes) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_block_is_given_away_while_it_is_sent(processes: Processes, is_compiled: bool) -> None:
     # 32 MiB: more than what the system holds for a reader that does not read.
-    setup = Setup(processes.owner(1, 32 << 10), block_kib=32 << 10, num_blocks=1)
+    owner = processes.owner(1, 32 << 10, is_compiled=is_compiled)
+    setup = Setup(owner, block_kib=32 << 10, num_blocks=1, library=compiled())
     with proxy(setup.owner.endpoint) as wire:
         reader = setup.sockets(wire.endpoint)
         is_given = False
@@ -168,8 +186,8 @@ def test_a_block_is_given_away_while_it_is_sent(processes: Processes) -> None:
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])
-def test_a_flipped_bit_is_seen_by_the_checksum_alone(setup: Setup, has_checksums: bool) -> None:
-    place = 3 * setup.pool.block_bytes + 1000
+def test_a_flipped_bit_is_seen_by_the_checksum_alone(wired: Setup, has_checksums: bool) -> None:
+    place = 3 * wired.pool.block_bytes + 1000
 
     def flip(passed: int, chunk: bytes) -> bytes:
         changed = bytearray(chunk)
@@ -177,14 +195,14 @@ def test_a_flipped_bit_is_seen_by_the_checksum_alone(setup: Setup, has_checksums
             changed[place - passed] ^= 1
         return bytes(changed)
 
-    with proxy(setup.owner.endpoint) as wire:
-        reader = setup.sockets(wire.endpoint, has_checksums=has_checksums)
+    with proxy(wired.owner.endpoint) as wire:
+        reader = wired.sockets(wire.endpoint, has_checksums=has_checksums)
         wire.change(flip)
         if has_checksums:
-            assert reason_of(lambda: reader.read(BLOCKS, setup.pieces)) is Reason.DAMAGED
+            assert reason_of(lambda: reader.read(BLOCKS, wired.pieces)) is Reason.DAMAGED
         else:
-            reader.read(BLOCKS, setup.pieces)
-        assert setup.arrived() == [0, 1, 2, 4, 5, 6, 7]
+            reader.read(BLOCKS, wired.pieces)
+        assert wired.arrived() == [0, 1, 2, 4, 5, 6, 7]
 
 
 def cut(passed: int, chunk: bytes) -> bytes | None:
@@ -211,12 +229,12 @@ def leave_out(passed: int, chunk: bytes) -> bytes:
     ],
     ids=["cut", "double", "left out", "silent", "ff", "zeros"],
 )
-def test_a_bad_wire(setup: Setup, change: Callable[[int, bytes], bytes | None], reasons: set[Reason]) -> None:
-    with proxy(setup.owner.endpoint) as wire:
-        reader = SocketReader(setup.link(wire.endpoint, timeout_s=0.5), setup.pool)
+def test_a_bad_wire(wired: Setup, change: Callable[[int, bytes], bytes | None], reasons: set[Reason]) -> None:
+    with proxy(wired.owner.endpoint) as wire:
+        reader = SocketReader(wired.link(wire.endpoint, timeout_s=0.5), wired.pool)
         wire.change(change)
         started = time.monotonic()
-        assert reason_of(lambda: reader.read(BLOCKS, setup.pieces)) in reasons
+        assert reason_of(lambda: reader.read(BLOCKS, wired.pieces)) in reasons
         assert time.monotonic() - started < 5
 
 
@@ -304,9 +322,9 @@ def test_where_memory_cannot_be_read_sockets_are_chosen(
     assert setup.arrived() == [1]
 
 
-def test_a_cancelled_read_ends_at_once(setup: Setup) -> None:
-    with proxy(setup.owner.endpoint) as wire:
-        reader = setup.sockets(wire.endpoint)
+def test_a_cancelled_read_ends_at_once(wired: Setup) -> None:
+    with proxy(wired.owner.endpoint) as wire:
+        reader = wired.sockets(wire.endpoint)
 
         def cancel(wire: Proxy = wire) -> None:
             wire.change(lambda *_: b"")
@@ -319,5 +337,5 @@ def test_a_cancelled_read_ends_at_once(setup: Setup) -> None:
 
         wire.change(stop)
         started = time.monotonic()
-        assert reason_of(lambda: reader.read(BLOCKS, setup.pieces)) is Reason.CANCELLED
+        assert reason_of(lambda: reader.read(BLOCKS, wired.pieces)) is Reason.CANCELLED
         assert time.monotonic() - started < 5

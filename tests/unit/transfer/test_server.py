@@ -13,7 +13,19 @@ import pytest
 
 import workers.transfer.server as server
 from tests.unit.transfer.layouts import layout
-from tests.unit.transfer.ranks import PATIENCE_S, SECRET, Rank, content, group, pairs, pull, source_of
+from tests.unit.transfer.ranks import (
+    PATIENCE_S,
+    SECRET,
+    Load,
+    Rank,
+    compiled,
+    content,
+    group,
+    no_compiler,
+    pairs,
+    pull,
+    source_of,
+)
 from workers.transfer.link import PeerLink
 from workers.transfer.messages import MAX_AHEAD, Check, Data, Read, Trailer, encode
 from workers.transfer.transport import Reason, TransferFailed
@@ -29,8 +41,8 @@ GARBAGE = [
 
 
 @contextmanager
-def owner() -> Iterator[Rank]:
-    with group(OF) as [rank]:
+def owner(load: Load = compiled) -> Iterator[Rank]:
+    with group(OF, load=load) as [rank]:
         rank.fill(content(OF, 8))
         yield rank
 
@@ -125,10 +137,11 @@ def test_drop_by_drop_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - started < 3
 
 
-def test_who_takes_no_bytes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("load", [compiled, no_compiler])
+def test_who_takes_no_bytes_is_dropped(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_SEND_TIMEOUT_S", 0.3)
     large = layout(num_layers=64, block_size=64, head_dim=64)
-    with group(large) as [rank], closing(greeted(rank)) as deaf:
+    with group(large, load=load) as [rank], closing(greeted(rank)) as deaf:
         for number in range(MAX_AHEAD):
             deaf.send(read(number, num_bytes=large.block_bytes(0), blocks=(0, 1) * 8, generations=()))
         deadline = time.monotonic() + 10
@@ -178,8 +191,9 @@ def test_asking_far_ahead_is_dropped() -> None:
         assert serves(rank)
 
 
-def test_a_huge_request_takes_no_memory() -> None:
-    with owner() as rank, closing(greeted(rank)) as link:
+@pytest.mark.parametrize("load", [compiled, no_compiler])
+def test_a_huge_request_takes_no_memory(load: Load) -> None:
+    with owner(load) as rank, closing(greeted(rank)) as link:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         link.send(read(blocks=(7,) * 256, generations=(), has_checksums=False))
         assert link.receive() == Data(number=1)
