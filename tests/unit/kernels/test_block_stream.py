@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from threading import Thread
@@ -12,16 +13,15 @@ import pytest
 
 from workers.kernels import BlockStream, load_library
 
-NUM_BLOCKS = 40
 PATIENCE_S = 20.0
 
 
 class Pool:
-    """(NUM_BLOCKS, block_bytes) random bytes."""
+    """(num_blocks, block_bytes) random bytes."""
 
-    def __init__(self, block_bytes: int, seed: int) -> None:
+    def __init__(self, block_bytes: int, seed: int, num_blocks: int = 5) -> None:
         generator = np.random.default_rng(seed)
-        self.bytes = generator.integers(0, 256, (NUM_BLOCKS, block_bytes), dtype=np.uint8)
+        self.bytes = generator.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
 
     def stream(self, blocks: list[int], offset: int, num_bytes: int, *, has_sums: bool = True) -> BlockStream:
         address, stride = self.bytes.ctypes.data + offset, self.bytes.shape[1]
@@ -50,18 +50,18 @@ def send_all(stream: BlockStream, connection: socket.socket, max_bytes: int) -> 
 def sums_of(data: np.ndarray) -> bytes:
     """As pool_bytes.checksum has them."""
     whole = data[: len(data) // 4096 * 4096].view(np.uint64).reshape(-1, 512)
-    return whole.sum(axis=1, dtype=np.uint64).tobytes()
+    return bytes(whole.sum(axis=1, dtype=np.uint64))
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1 << 30])
 @pytest.mark.parametrize(
     ("block_bytes", "offset", "num_bytes", "count"),
     [
-        (3, 1, 1, 40),
-        (4096, 0, 4096, 7),
+        (3, 1, 1, 200),  # more pieces than go into a call of the system
+        (4096, 0, 4096, 70),
         (8200, 5, 8191, 5),
         (8200, 8, 8192, 5),
-        (3 << 20, 4097, (3 << 20) - 4097, 3),  # longer than a call of the system takes
+        (3 << 20, 4097, (3 << 20) - 4097, 2),  # longer than what goes into one
     ],
 )
 def test_pieces_and_sums_come_as_they_were(
@@ -72,10 +72,9 @@ def test_pieces_and_sums_come_as_they_were(
     num_bytes: int,
     count: int,
 ) -> None:
-    source, target = Pool(block_bytes, 1), Pool(block_bytes, 2)
+    source, target = (Pool(block_bytes, seed, count) for seed in (1, 2))
     expected = target.bytes.copy()
-    there = list(range(count))[::-1]
-    here = [NUM_BLOCKS - 1 - block for block in range(count)]
+    there, here = list(range(count))[::-1], list(range(count))
     for one, other in zip(there, here, strict=True):
         expected[other, offset : offset + num_bytes] = source.bytes[one, offset : offset + num_bytes]
     out, into = source.stream(there, offset, num_bytes), target.stream(here, offset, num_bytes)
@@ -99,9 +98,10 @@ def test_sums_are_made_where_they_are_wanted(ends: tuple[socket.socket, socket.s
 
 
 def test_who_takes_nothing_is_not_waited_for(ends: tuple[socket.socket, socket.socket]) -> None:
-    stream = Pool(1 << 20, 1).stream(list(range(NUM_BLOCKS)), 0, 1 << 20)
+    pool = Pool(1 << 20, 1)
+    stream = pool.stream(list(range(5)), 0, 1 << 20)
     sent = stream.send(ends[0].fileno(), 1 << 30)
-    assert 0 < sent < NUM_BLOCKS << 20 and not stream.is_done
+    assert 0 < sent < 5 << 20 and not stream.is_done
     with pytest.raises(BlockingIOError):
         stream.send(ends[0].fileno(), 1 << 30)
     ends[1].close()
@@ -122,12 +122,11 @@ def test_an_end_in_the_middle_of_a_piece(ends: tuple[socket.socket, socket.socke
     assert np.array_equal(pool.bytes, before)
 
 
-def test_a_wait_ends_by_the_systems_timeout(ends: tuple[socket.socket, socket.socket]) -> None:
-    ends[1].setsockopt(
-        socket.SOL_SOCKET, socket.SO_RCVTIMEO, (0).to_bytes(8, "little") + (10**5).to_bytes(8, "little")
-    )
+def test_a_wait_ends_by_the_timeout_of_the_system(ends: tuple[socket.socket, socket.socket]) -> None:
+    pool = Pool(8192, 1)
+    ends[1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 100_000))
     with pytest.raises(BlockingIOError):
-        Pool(8192, 1).stream([0], 0, 8192).receive(ends[1].fileno(), PATIENCE_S)
+        pool.stream([0], 0, 8192).receive(ends[1].fileno(), PATIENCE_S)
 
 
 def test_a_piece_that_comes_drop_by_drop_is_not_waited_for(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -139,11 +138,12 @@ def test_a_piece_that_comes_drop_by_drop_is_not_waited_for(ends: tuple[socket.so
                 return
             time.sleep(0.01)
 
+    pool = Pool(8192, 1)
     dripping = Thread(target=drip)
     dripping.start()
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        Pool(8192, 1).stream([0, 1], 0, 8192).receive(ends[1].fileno(), 0.3)
+        pool.stream([0, 1], 0, 8192).receive(ends[1].fileno(), 0.3)
     assert 0.3 <= time.monotonic() - started < 1.0  # a piece of 8,192 bytes takes 0.8 s so
     ends[1].close()
     dripping.join()

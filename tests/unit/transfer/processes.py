@@ -85,7 +85,8 @@ def serve() -> None:
             continue
         control = socket.create_server(("127.0.0.1", 0))
         if kind == "own":
-            own(*map(int, arguments), control)
+            num_blocks, block_kib, is_compiled = map(int, arguments)
+            own(num_blocks, block_kib, bool(is_compiled), control)
         else:
             read(int(arguments[0]), arguments[1], int(arguments[2]), control)
         os._exit(0)
