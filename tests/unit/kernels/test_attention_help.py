@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -101,8 +102,9 @@ def test_helpers_change_no_bit(
 
 
 def test_tasks_are_done_by_others(kernels: CpuKernels) -> None:
-    """A helper that has another pool in mind than the owner is noticed: it does take part."""
-    message, turn = step_of(*DECODING), turn_of(DIM)
+    """A helper that has another pool in mind than the owner is noticed: it does take part. On a busy machine
+    the owner is mostly done before others have a core, so this may take many steps."""
+    message, turn = step_of([(50, 1)] * 8, list(range(8))), turn_of(DIM)
     models = make_models(kernels)
     pools = [noise(DIM, torch.bfloat16, heads) for heads in KV_HEADS]
     wanted = run(fuse(kernels, models), message, turn, [pool.clone() for pool in pools])
@@ -110,8 +112,11 @@ def test_tasks_are_done_by_others(kernels: CpuKernels) -> None:
     wrong = replace(parts[0], pool=noise(DIM, torch.bfloat16, KV_HEADS[0]).memory)
     for rank, step in enumerate(steps):
         step.share(parts if rank == 0 else (wrong, *parts[1:]), MAX_TOKENS)
-    found = run(steps, message, turn, pools, times=50)
-    assert not all(torch.equal(each, wanted[0][0]) for each in found[0])
+    is_helped, deadline = False, time.monotonic() + PATIENCE_S
+    while not is_helped and time.monotonic() < deadline:
+        found = run(steps, message, turn, pools, times=50)
+        is_helped = not all(torch.equal(each, wanted[0][0]) for each in found[0])
+    assert is_helped
 
 
 def test_a_step_without_room_is_done_alone(kernels: CpuKernels) -> None:
