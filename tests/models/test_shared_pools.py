@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from workers.runtime.launch import LocalGroup
 
 
 def pools_of(pid: int | str) -> set[str]:
-    """Inodes of the shared pools that a process maps."""
+    """Inodes of the shared pools that a process maps; those of groups that have ended are gone."""
+    gc.collect()
     maps = Path(f"/proc/{pid}/maps").read_text()
     return set(re.findall(r" (\d+) +/memfd:tandem-pool", maps))
 
@@ -43,6 +45,8 @@ def test_two_ranks_map_both_pools_and_say_the_same(
         assert len(pools_of("self")) == 2
         assert pools_of("self") == pools_of(follower.pid)
         assert answers(group) == wanted
+    del group
+    assert pools_of("self") == set()
     assert caplog.messages == []
 
 
