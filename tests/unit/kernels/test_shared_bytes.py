@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from tests.unit.kernels.builds import build
 from workers.kernels import shared_bytes
 from workers.kernels.memory import HUGE_PAGE_BYTES
+from workers.transfer.cross_memory import allow_readers
 
 NUM_BYTES = 2 * HUGE_PAGE_BYTES
 
@@ -40,6 +43,29 @@ def test_all_who_map_it_see_one_memory(fd: int) -> None:
     one[0], other[-1] = 3, 4
     assert other[0] == 3 and one[-1] == 4
     assert os.pread(fd, 1, 0) == b"\3" and os.pread(fd, 1, NUM_BYTES - 1) == b"\4"
+
+
+def test_other_processes_can_copy_from_it(fd: int) -> None:
+    """As other groups read blocks of a pool (`workers.transfer.cross_memory`)."""
+    memory = shared_bytes(build("native"), fd, NUM_BYTES)
+    memory[HUGE_PAGE_BYTES - 1 :] = 9  # over the end of a page
+    program = (
+        "import ctypes, sys\n"
+        "pid, address = map(int, sys.argv[1:])\n"
+        "there, copy = (ctypes.c_ulong * 2)(address, 3), ctypes.create_string_buffer(3)\n"
+        "here = (ctypes.c_ulong * 2)(ctypes.addressof(copy), 3)\n"
+        "print(ctypes.CDLL(None).process_vm_readv(pid, here, 1, there, 1, 0), copy.raw)"
+    )
+    place = str(memory.data_ptr() + HUGE_PAGE_BYTES - 2)
+    allow_readers()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(os.getpid()), place],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "3 b'\\x00\\t\\t'\n"
 
 
 def test_it_lies_in_huge_pages_where_the_system_has_them(fd: int) -> None:
