@@ -11,6 +11,7 @@ and wherever they were copied to.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,18 +107,22 @@ class PagedCache:
         """With memory of its own, on another device where one is named."""
         return PagedCache(self.memory.to(device or self.device, copy=True), self.form)
 
-    def move_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies keys and values of the slots (block * block_size + offset) `sources`, all at once, to
-        `targets`: of all heads and layers."""
+        `targets`: of all heads and layers.
+
+        Slot by slot: there are few, and on the host an index of all of them makes threads of torch's own,
+        which wait behind those of the kernels.
+        """
         for rows in (self.numbers, self.scales):
             if rows is not None:
-                moved = rows[self._at(sources)]
-                rows[self._at(targets)] = moved
+                moved = [self._slot(rows, source).clone() for source in sources]
+                for target, row in zip(targets, moved, strict=True):
+                    self._slot(rows, target).copy_(row)
 
-    def _at(self, slots: torch.Tensor) -> tuple[torch.Tensor | slice, ...]:
-        everything = slice(None)
-        size = self.block_size
-        return (slots // size, everything, everything, everything, slots % size)
+    def _slot(self, rows: torch.Tensor, slot: int) -> torch.Tensor:
+        block, offset = divmod(slot, self.block_size)
+        return rows[block, :, :, :, offset]
 
     def _layer(self, index: int) -> LayerCache:
         numbers = self.numbers[:, :, index]

@@ -109,7 +109,7 @@ class ModelRunner:
         if len(arrays.move_sources):
             check_range("slot to move", arrays.move_sources, self.num_blocks * self.block_size)
             check_range("slot to move to", arrays.move_targets, self.num_blocks * self.block_size)
-            self._pool.move_rows(self._indices(arrays.move_sources), self._indices(arrays.move_targets))
+            self._pool.move_rows(arrays.move_sources.tolist(), arrays.move_targets.tolist())
 
     def _indices(self, places: Ints) -> torch.Tensor:
         return torch.tensor(places.tolist(), device=self._pool.device)

@@ -50,9 +50,9 @@ def test_what_no_scale_holds_is_seen(bad: float) -> None:
 def test_rows_move_with_their_scales(dtype: torch.dtype) -> None:
     pool = make_pool(6, 2, 4, 8, dtype)
     before = pool.clone()
-    sources, targets = torch.tensor([5, 6, 23]), torch.tensor([4, 5, 0])  # one is both
+    sources, targets = (5, 6, 23), (4, 5, 0)  # one is both
     pool.move_rows(sources, targets)
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+    for source, target in zip(sources, targets, strict=True):
         for rows, old in ((pool.numbers, before.numbers), (pool.scales, before.scales)):
             if rows is not None and old is not None:
                 moved = rows[target // 4, :, :, :, target % 4]
