@@ -81,7 +81,7 @@ def random_heads(folder: Path, num_heads: int = 3, **options: object) -> Path:
     """Of a model of hidden size 64; they guess two tokens of three."""
     generator = torch.Generator().manual_seed(11)
     weights = [
-        (torch.randn(64, 64, generator=generator) / 8, torch.randn(64, generator=generator) / 8)
+        (torch.randn(64, 128, generator=generator) / 8, torch.randn(64, generator=generator) / 8)
         for _ in range(num_heads)
     ]
     return medusa_heads(folder, weights, ids=[i for i in range(128) if i % 3], **options)
@@ -90,11 +90,11 @@ def random_heads(folder: Path, num_heads: int = 3, **options: object) -> Path:
 def knowing_heads(folder: Path, perm: Sequence[int], embedding: torch.Tensor, num_heads: int) -> Path:
     """Heads of a `checkpoints.successor` that are always right. embedding: (len(perm), hidden), unit rows."""
     inverse = torch.linalg.pinv(embedding)  # embedding @ inverse is the identity
-    weights, after = [], list(perm)
-    for _ in range(num_heads):
-        # What stands for a token becomes what stands for the one so many places further on.
-        weight = 8 * (inverse @ embedding[torch.tensor(after)]).T
-        weights.append((weight.contiguous(), torch.zeros(len(weight))))
-        after = [perm[token_id] for token_id in after]
+    # What says a token becomes what says the one after it.
+    weight = 8 * (inverse @ embedding[torch.tensor(perm)]).T
+    weights = []
+    for number in range(num_heads):  # each says it louder than what it goes on from
+        both = torch.cat((torch.zeros_like(weight), 4**number * weight), dim=1)
+        weights.append((both, torch.zeros(len(weight))))
     size = embedding.shape[1]
     return medusa_heads(folder, weights, ids=range(len(perm)), hidden_size=size, vocab_size=len(perm))

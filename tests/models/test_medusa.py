@@ -100,7 +100,7 @@ def test_heads_that_know_are_always_right(tmp_path: Path, dtype: str, tensor_par
 def test_folders_that_do_not_fit_are_refused(family_folder: FamilyFolder, tmp_path: Path) -> None:
     folder = family_folder("llama")
     model = Checkpoint(folder)
-    good = (torch.zeros(64, 64), torch.zeros(64))
+    good = (torch.zeros(64, 128), torch.zeros(64))
 
     def refusal(heads: Path) -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -114,9 +114,9 @@ def test_folders_that_do_not_fit_are_refused(family_folder: FamilyFolder, tmp_pa
     assert f"hidden_size is 32, that of {folder} is 64" in refusal(narrow)
     words = medusa_heads(tmp_path / "c", [good], vocab_size=100)
     assert f"vocab_size is 100, that of {folder} is 128" in refusal(words)
-    assert "missing heads.1.weight [64, 64]" in refusal(medusa_heads(tmp_path / "d", [good], num_heads=2))
+    assert "missing heads.1.weight [64, 128]" in refusal(medusa_heads(tmp_path / "d", [good], num_heads=2))
     flat = medusa_heads(tmp_path / "e", [(torch.zeros(64), torch.zeros(64))])
-    assert "heads.0.weight is F32 [64], it must be [64, 64]" in refusal(flat)
+    assert "heads.0.weight is F32 [64], it must be [64, 128]" in refusal(flat)
     empty = medusa_heads(tmp_path / "f", [good], ids=[])
     assert "draft_token_ids is I32 [0], it must be I32 with 1 to 128 ids" in refusal(empty)
 
@@ -125,13 +125,13 @@ def test_folders_that_do_not_fit_are_refused(family_folder: FamilyFolder, tmp_pa
 def test_ids_that_are_none_are_refused_at_the_start(
     family_folder: FamilyFolder, tmp_path: Path, ids: list[int]
 ) -> None:
-    heads = medusa_heads(tmp_path / "heads", [(torch.zeros(64, 64), torch.zeros(64))], ids=ids)
+    heads = medusa_heads(tmp_path / "heads", [(torch.zeros(64, 128), torch.zeros(64))], ids=ids)
     with pytest.raises(CheckpointError, match="draft_token_ids must be token ids from 0 to 127 in rising"):
         start_group(family_folder("llama"), 1, speculative=guessing(heads))
 
 
 def test_heads_beyond_their_number_format_are_refused(family_folder: FamilyFolder, tmp_path: Path) -> None:
-    heads = medusa_heads(tmp_path / "heads", [(torch.full((64, 64), 1e6), torch.zeros(64))])
+    heads = medusa_heads(tmp_path / "heads", [(torch.full((64, 128), 1e6), torch.zeros(64))])
     folder = MedusaFolder(heads, Checkpoint(family_folder("llama")))
     with pytest.raises(CheckpointError, match=r"heads\.0: weights from 1e\+06 to 1e\+06 .* use int8"):
         load_heads(folder, TorchKernels(), torch.float32, torch.device("cpu"), Quantization.INT4)
@@ -140,6 +140,6 @@ def test_heads_beyond_their_number_format_are_refused(family_folder: FamilyFolde
 def test_heads_that_are_not_finite_are_refused_at_the_start(
     family_folder: FamilyFolder, tmp_path: Path
 ) -> None:
-    heads = medusa_heads(tmp_path / "heads", [(torch.full((64, 64), torch.inf), torch.zeros(64))])
+    heads = medusa_heads(tmp_path / "heads", [(torch.full((64, 128), torch.inf), torch.zeros(64))])
     with pytest.raises(CheckpointError, match=r"heads\.0 holds NaN or infinite values"):
         start_group(family_folder("llama"), 1, speculative=guessing(heads))

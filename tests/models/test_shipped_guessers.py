@@ -18,7 +18,7 @@ def test_they_fit_the_embedded_model(embedded_folder: Path) -> None:
     for name in ("medusa", "draft"):
         config = json.loads((ASSETS / name / "config.json").read_text())
         assert config[TARGET_HASH] == target.model_hash()
-    assert MedusaFolder(ASSETS / "medusa", target).num_heads == 3
+    assert MedusaFolder(ASSETS / "medusa", target).num_heads == 2
     draft = Checkpoint(ASSETS / "draft", lender=target)
     assert draft.has_draft_token_ids
     assert draft.spec.num_layers == 1

@@ -1,14 +1,13 @@
 """Several guesses for the same places: which of them to check together.
 
 A tree of guesses holds, for each next place, some tokens that may come there; a token can be right only when
-all before it on its way are. Of the trees of one size the one is taken whose tokens are likeliest, as if what
-comes at the places did not depend on each other (Cai et al., "Medusa", 2024).
+all before it on its way are. Of the trees of one size the one is taken whose tokens are likeliest (Cai et
+al., "Medusa", 2024).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 
@@ -19,28 +18,43 @@ class GuessTree(NamedTuple):
     parents: tuple[int, ...]  # of each token, which one it follows; -1: what is known
 
 
-def best_tree(levels: Sequence[Sequence[tuple[int, float]]], num_tokens: int) -> GuessTree:
-    """levels: of each next place, tokens with their log-probabilities, best first. Up to `num_tokens`."""
-    token_ids: list[int] = []
-    parents: list[int] = []
-    # (-score, number, parent, level, rank, score of the parent)
-    heap: list[tuple[float, int, int, int, int, float]] = []
-    number = 0
+class GrowingTree:
+    """Tokens that may come next, and those that may come after the likeliest of them, as they are found."""
 
-    def offer(parent: int, level: int, rank: int, before: float) -> None:
-        nonlocal number
-        if level < len(levels) and rank < len(levels[level]):
-            heappush(heap, (-before - levels[level][rank][1], number, parent, level, rank, before))
-            number += 1
+    def __init__(self, num_tokens: int) -> None:
+        """num_tokens: of the tree that is wanted."""
+        self._num_tokens = num_tokens
+        self._token_ids: list[int] = []
+        self._parents: list[int] = []
+        self._scores: list[float] = []  # log-probability of a token and of all that it follows
+        self._last = -1  # the token that the next ones follow; -1: what is known
 
-    offer(-1, 0, 0, 0.0)
-    while heap and len(token_ids) < num_tokens:
-        minus_score, _, parent, level, rank, before = heappop(heap)
-        token_ids.append(levels[level][rank][0])
-        parents.append(parent)
-        offer(len(token_ids) - 1, level + 1, 0, -minus_score)
-        offer(parent, level, rank + 1, before)
-    return GuessTree(tuple(token_ids), tuple(parents))
+    def grow(self, tokens: Sequence[tuple[int, float]], least: float) -> int | None:
+        """tokens: that may come after the one that was returned last, or after what is known, with the
+        logarithm of how likely each is, best first. Returns the best one, unless it is less likely than
+        `least`, with all that it follows, or nothing behind it has room in the tree."""
+        last = self._last
+        before = 0.0 if last < 0 else self._scores[last]
+        self._last = len(self._token_ids)
+        for token_id, score in tokens:
+            self._token_ids.append(token_id)
+            self._parents.append(last)
+            self._scores.append(before + score)
+        best = self._scores[self._last]
+        num_before = sum(score >= best for score in self._scores)  # itself among them
+        return self._token_ids[self._last] if best >= least and num_before < self._num_tokens else None
+
+    def likeliest(self, least: float) -> GuessTree:
+        """The likeliest `num_tokens` of them, and the first, but none that is less likely than `least`."""
+        # What a token follows comes before it, as it is likelier, or as likely and older.
+        order = sorted(range(len(self._scores)), key=lambda number: (-self._scores[number], number))
+        kept = [number for number in order[: self._num_tokens] if self._scores[number] >= least]
+        kept = kept or order[: min(1, self._num_tokens)]
+        places = {number: place for place, number in enumerate(kept)} | {-1: -1}
+        return GuessTree(
+            tuple(self._token_ids[number] for number in kept),
+            tuple(places[self._parents[number]] for number in kept),
+        )
 
 
 def depth_of(parents: Sequence[int]) -> int:

@@ -36,7 +36,8 @@ class HeadGuesses:
             place = sequence.sampled_at
             if length > 0 and place is not None and place.step == newest:
                 asked.append(index)
-                tasks.append(HeadTask(place.slice, place.row, length, sequence.grammar is not None))
+                is_chain = sequence.grammar is not None
+                tasks.append(HeadTask(place.slice, place.row, sequence.output[-1], length, is_chain))
         if not tasks:
             return Proposals(drafts)
         proposals = self._heads.propose(newest, tasks)

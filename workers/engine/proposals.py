@@ -27,6 +27,7 @@ class HeadTask(NamedTuple):
 
     slice: int  # of the step's plan
     row: int  # of those after which the slice sampled
+    token_id: int  # that was sampled there
     num_drafts: int
     is_chain: bool = False  # one guess a place
 

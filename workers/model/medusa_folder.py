@@ -1,12 +1,15 @@
 """A folder of Medusa heads: `config.json` and `heads.safetensors`, checked against the model they look into.
 
     config.json         model_type "tandem_medusa", hidden_size, num_heads, vocab_size, target_model_hash
-    heads.safetensors   heads.{i}.weight (hidden, hidden), heads.{i}.bias (hidden,)
+    heads.safetensors   heads.{i}.weight (hidden, 2 * hidden), heads.{i}.bias (hidden,)
                         draft_token_ids (V',) int32, rising: the tokens that they guess
 
-Head i makes of a last hidden state h, behind the final norm, one that is as i + 1 places further on,
-h + silu(W h + b), and the model's own head reads it. Source: Cai et al., "Medusa: Simple LLM Inference
-Acceleration Framework with Multiple Decoding Heads", 2024.
+Head 0 makes of a last hidden state h, behind the final norm, and the token that came after it one that is a
+place further on, h + silu(W [h, token] + b), and the model's own head reads it; head i goes on from what head
+i - 1 made and a token that was guessed from that. A token is its row of the model's head with a mean square
+of 1; one that is never guessed is zeros. Sources: Cai et al., "Medusa: Simple LLM Inference Acceleration
+Framework with Multiple Decoding Heads", 2024; Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for
+Medusa Decoding", 2024.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class MedusaFolder:
         tensors = read_header(self.file).tensors
         wanted: dict[str, tuple[int, ...]] = {}
         for i in range(self.num_heads):
-            wanted |= dict(zip(head_names(i), ((hidden, hidden), (hidden,)), strict=True))
+            wanted |= dict(zip(head_names(i), ((hidden, 2 * hidden), (hidden,)), strict=True))
         problems = [f"not part of it: {name}" for name in tensors if name not in {*wanted, DRAFT_TOKEN_IDS}]
         for name, shape in wanted.items():
             entry = tensors.get(name)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, log
 from time import perf_counter
 
 import torch
 
-from workers.decoding.guess_tree import best_tree
+from workers.decoding.guess_tree import GrowingTree
 from workers.engine.proposals import HeadTask, Pass, Proposals
 from workers.engine.step import StepPlan
-from workers.kernels import MAX_LOGIT_ROWS
-from workers.model.medusa import MedusaHeads
+from workers.model.medusa import MedusaHeads, rows_of
 from workers.runtime.device import ends_the_group
 
-_BRANCHES = 4  # tokens of a head that a tree may hold
+_BRANCHES = 4  # tokens that a tree may hold after one
+# Log-probabilities below which a token is not worth asking the next head what follows, which takes a tenth of
+# a step of one sequence, nor worth being checked, which takes a thirtieth.
+_FOLLOWED = log(0.3)
+_CHECKED = log(0.04)
 
 
 class MedusaRunner:
@@ -48,30 +51,31 @@ class MedusaRunner:
         rows = [firsts[task.slice] + task.row for task in tasks if task.slice < len(firsts)]
         if len(rows) < len(tasks) or max(rows) >= len(self._hidden):  # slices were computed one by one
             return none
-        most = min(self.num_heads, max(task.num_drafts for task in tasks))
-        ids = self._heads.token_ids
-        places: list[list[list[int]]] = []  # of each task and head, the best first
-        values: list[list[list[float]]] = []
-        for hidden in torch.split(self._hidden[rows], max(1, MAX_LOGIT_ROWS // most)):
-            chances = self._heads.logits(hidden, most).log_softmax(-1)  # (some tasks, heads, V')
-            best = chances.topk(min(_BRANCHES, len(ids)))
-            places += best.indices.tolist()
-            values += best.values.tolist()
-        trees, is_broken = [], False
-        for task, heads, scores in zip(tasks, places, values, strict=True):
-            levels = [
-                [(ids[place], score) for place, score in zip(*pair, strict=True)]
-                for pair in zip(heads, scores, strict=True)
-            ]
-            if not all(isfinite(level[0][1]) for level in levels):
-                levels, is_broken = [], True
-            elif task.is_chain:
-                levels = [level[:1] for level in levels]
-            trees.append(best_tree(levels, task.num_drafts))
+        trees = [GrowingTree(task.num_drafts) for task in tasks]
+        is_broken = False
+        states, going_on = rows_of(self._hidden, rows), list(enumerate(task.token_id for task in tasks))
+        for head in range(self.num_heads):
+            states = self._heads.moved(head, states, [token_id for _, token_id in going_on])
+            asked, going_on, kept = going_on, [], []
+            for row, ((index, _), best) in enumerate(
+                zip(asked, self._heads.best(states, _BRANCHES), strict=True)
+            ):
+                if not isfinite(best[0][1]):
+                    is_broken = True
+                    continue
+                is_chain = tasks[index].is_chain
+                token_id = trees[index].grow(best[:1] if is_chain else best, _FOLLOWED)
+                if token_id is not None:
+                    going_on.append((index, token_id))
+                    kept.append(row)
+            if not going_on:
+                break
+            states = rows_of(states, kept)
+        found = [tree.likeliest(_CHECKED) for tree in trees]
         return Proposals(
-            [tree.token_ids for tree in trees],
+            [tree.token_ids for tree in found],
             (Pass(len(tasks), perf_counter() - began),),
-            [None if task.is_chain else tree.parents for task, tree in zip(tasks, trees, strict=True)],
+            [None if task.is_chain else tree.parents for task, tree in zip(tasks, found, strict=True)],
             is_broken,
         )
 

@@ -391,6 +391,6 @@ def _first_step(executor: Executor) -> None:
             raise GroupFailed("the draft model's first guess failed: its values are not finite numbers")
     if (
         executor.draft_heads is not None
-        and not executor.draft_heads.propose(0, (HeadTask(0, 0, 1),)).drafts[0]
+        and not executor.draft_heads.propose(0, (HeadTask(0, 0, 0, 1),)).drafts[0]
     ):
         raise GroupFailed("the heads' first guess failed: their values are not finite numbers")

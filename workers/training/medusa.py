@@ -1,16 +1,18 @@
 """Medusa heads: `python -m workers.training.medusa --model FOLDER --out FOLDER`.
 
-Head i looks at the target's last hidden state h, from which the target itself says the next token, and
-guesses the token i + 2 places behind the place of h:
+From the target's last hidden state h the target itself says the next token t. Head 0 looks at both and
+guesses the token after t; head 1 looks at what head 0 made and at the token after t, and so on:
 
-    argmax over the draft vocabulary of   head @ (h + silu(W_i h + b_i))
+    h_0 = h,   h_{i+1} = h_i + silu(W_i [h_i, t_i] + b_i),   guess: the best of   head @ h_{i+1}
 
-W_i and b_i are all that is trained; they begin at zero, where the head guesses the next token again. Source:
-Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", 2024, here
-with one layer a head, over the target's own head instead of one of its own for each.
+W_i and b_i are all that is trained; they begin at zero, where the head guesses the next token again. In
+training the tokens t_i are those of the text, so that a head learns what follows a right guess. Sources: Cai
+et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", 2024, and Ankner
+et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding", 2024; here with one layer a head,
+over the target's own head instead of one of its own for each.
 
     config.json        model_type, hidden_size, num_heads, vocab_size, target_model_hash
-    heads.safetensors  heads.{i}.weight [hidden, hidden] and heads.{i}.bias [hidden] in bfloat16,
+    heads.safetensors  heads.{i}.weight [hidden, 2 * hidden] and heads.{i}.bias [hidden] in bfloat16,
                        draft_token_ids [V'] in int32
 """
 
@@ -27,6 +29,7 @@ import torch
 from safetensors.torch import save_file
 
 from workers.model.lending import TARGET_HASH
+from workers.model.medusa import token_inputs
 from workers.progress import Progress
 from workers.training.acceptance import walk
 from workers.training.command import add_plan_options, at_least_one, run_training
@@ -44,13 +47,18 @@ class MedusaHeads(torch.nn.Module):
 
     def __init__(self, num_heads: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))
+        self.weight = torch.nn.Parameter(torch.zeros(num_heads, hidden_size, 2 * hidden_size))
         self.bias = torch.nn.Parameter(torch.zeros(num_heads, hidden_size))
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden) -> (rows, heads, hidden), which the target's head takes."""
-        moved = torch.einsum("hoi,ri->rho", self.weight, states) + self.bias
-        return states[:, None] + torch.nn.functional.silu(moved)
+    def forward(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """states (rows, hidden), tokens (rows, heads, hidden) that came after them -> (rows, heads, hidden),
+        which the target's head takes."""
+        found = []
+        for weight, bias, token in zip(self.weight, self.bias, tokens.unbind(1), strict=True):
+            inputs = torch.cat((states, token), dim=1)
+            states = states + torch.nn.functional.silu(torch.nn.functional.linear(inputs, weight, bias))
+            found.append(states)
+        return torch.stack(found, dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +75,15 @@ def train(
     """`options.batch` counts rows."""
     heads = MedusaHeads(num_heads, material.states.shape[1])
     rows, ends = material.rows_of(Part.TRAINING), _ends(material)
-    ahead = torch.arange(1, num_heads + 1)
+    ahead, tokens = torch.arange(1, num_heads + 1), token_inputs(material.head)
 
     def loss_of(batch: Sequence[int]) -> torch.Tensor:
         chosen = rows[torch.tensor(batch)]
         wanted = chosen[:, None] + ahead  # (rows, heads): the rows that head's tokens come from
         is_there = wanted < ends[chosen][:, None]
-        features = heads(material.states[chosen].float())[is_there]
+        told = material.answers[(wanted - 1).clamp(max=len(material.answers) - 1)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            features = heads(material.states[chosen].float(), tokens[told].float())[is_there].float()
         learnt = wanted[is_there]
         return distance(features, material.head, lessons.places[learnt], lessons.shares[learnt])
 
@@ -82,24 +92,25 @@ def train(
 
 
 def score(heads: MedusaHeads, material: Material, part: Part) -> MedusaScore:
-    """Of the heads as they are stored, in bfloat16."""
-    num_heads = heads.weight.shape[0]
-    stored = MedusaHeads(num_heads, heads.weight.shape[2])
+    """Of the heads as they are stored, in bfloat16. Each is told the tokens of the answer: where a guess
+    before its own is wrong, its own does not count."""
+    num_heads, tokens = heads.weight.shape[0], token_inputs(material.head)
+    stored = MedusaHeads(num_heads, heads.weight.shape[1])
     stored.load_state_dict({name: value.bfloat16().float() for name, value in heads.state_dict().items()})
     right: list[torch.Tensor] = []  # of each text: (tokens, heads, rank)
     with torch.inference_mode():
         for number in material.of(part):
             start, end = material.starts[number : number + 2]
+            answers = torch.cat((material.answers[start:end], material.answers.new_full((num_heads,), -1)))
+            told = tokens[answers.unfold(0, num_heads, 1)[: end - start]].float()
+            moved = stored(material.states[start:end].float(), told).to(material.head.dtype)
             guesses = torch.cat(
-                [
-                    (stored(states.float()).to(material.head.dtype) @ material.head.T).topk(_MAX_RANK).indices
-                    for states in torch.split(material.states[start:end], _CHUNK)
-                ]
+                [(part @ material.head.T).topk(_MAX_RANK).indices for part in torch.split(moved, _CHUNK)]
             )
             is_right = torch.zeros(guesses.shape, dtype=torch.bool)
             for head in range(min(num_heads, end - start - 1)):
-                told = material.answers[start + 1 + head : end]
-                is_right[: len(told), head] = guesses[: len(told), head] == told[:, None]
+                right_ones = material.answers[start + 1 + head : end]
+                is_right[: len(right_ones), head] = guesses[: len(right_ones), head] == right_ones[:, None]
             right.append(is_right)
     chains = [answer[:, :, 0] for answer in right]
     return MedusaScore(
@@ -134,8 +145,8 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 1 with a sentence on stderr. Raises SystemExit(2) for bad options."""
     parser = argparse.ArgumentParser(prog="python -m workers.training.medusa")
     add_plan_options(parser)
-    parser.add_argument("--heads", type=at_least_one, default=3)
-    parser.add_argument("--epochs", type=at_least_one, default=2)
+    parser.add_argument("--heads", type=at_least_one, default=2)
+    parser.add_argument("--epochs", type=at_least_one, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args(arguments)
     fit_options = FitOptions(

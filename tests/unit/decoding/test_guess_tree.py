@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from itertools import product
-from math import log
+from math import inf, log
 
-from workers.decoding.guess_tree import best_tree, depth_of
+from workers.decoding.guess_tree import GrowingTree, depth_of
 
-LEVELS = [
-    [(7, log(0.6)), (8, log(0.3)), (9, log(0.1))],
-    [(17, log(0.5)), (18, log(0.4))],
-    [(27, log(0.9))],
-]
+FIRST = [(7, log(0.6)), (8, log(0.3)), (9, log(0.1))]
+SECOND = [(17, log(0.6)), (18, log(0.4))]
 
 
 def test_the_likeliest_come_first_and_after_what_they_follow() -> None:
-    tree = best_tree(LEVELS, 6)
-    # .6 | 7-17 .3, 8 .3 | 7-17-27 .27 | 7-18 .24 | 7-18-27 .216
-    assert tree.token_ids == (7, 8, 17, 27, 18, 27) or tree.token_ids == (7, 17, 8, 27, 18, 27)
-    assert all(parent < index for index, parent in enumerate(tree.parents))
-    assert depth_of(tree.parents) == 3
+    tree = GrowingTree(4)
+    assert tree.grow(FIRST, -inf) == 7
+    assert tree.grow(SECOND, -inf) == 17
+    # .6 | 7-17 .36 | 8 .3 | 7-18 .24 | 9 .1
+    assert tree.likeliest(-inf) == ((7, 17, 8, 18), (-1, 0, -1, 0))
+    assert depth_of(tree.likeliest(-inf).parents) == 2
 
 
-def test_no_other_tree_of_the_same_size_is_likelier() -> None:
-    everything = best_tree(LEVELS, 100)
-    scores: list[float] = []
-    ways: list[tuple[int, ...]] = []
-    for token_id, parent in zip(everything.token_ids, everything.parents, strict=True):
-        before = ways[parent] if parent >= 0 else ()
-        scores.append((scores[parent] if parent >= 0 else 0.0) + dict(LEVELS[len(before)])[token_id])
-        ways.append((*before, token_id))
-    assert scores == sorted(scores, reverse=True)
-    expected = {
-        tuple(token_id for token_id, _ in way) for depth in (1, 2, 3) for way in product(*LEVELS[:depth])
-    }
-    assert set(ways) == expected and len(ways) == len(expected)
+def test_one_token_a_place_is_a_chain() -> None:
+    tree = GrowingTree(5)
+    for place in ([(7, log(0.6))], [(17, log(0.5))], [(27, log(0.9))]):
+        assert tree.grow(place, -inf) == place[0][0]
+    assert tree.likeliest(-inf) == ((7, 17, 27), (-1, 0, 1))
 
 
-def test_one_token_a_level_is_a_chain() -> None:
-    tree = best_tree([level[:1] for level in LEVELS], 5)
-    assert tree == ((7, 17, 27), (-1, 0, 1))
+def test_nothing_is_looked_for_after_what_is_unlikely_or_has_no_room_behind_it() -> None:
+    assert GrowingTree(5).grow(FIRST, log(0.61)) is None
+    tree = GrowingTree(5)
+    assert tree.grow(FIRST, log(0.5)) == 7
+    assert tree.grow(SECOND, log(0.5)) is None  # 0.36 with what it follows
+    assert GrowingTree(1).grow(FIRST, -inf) is None
+    small = GrowingTree(2)
+    assert small.grow(FIRST, -inf) == 7
+    assert small.grow(SECOND, -inf) is None  # the second of two
+
+
+def test_unlikely_tokens_are_left_out_but_for_the_first() -> None:
+    tree = GrowingTree(5)
+    tree.grow(FIRST, -inf)
+    assert tree.likeliest(log(0.2)) == ((7, 8), (-1, -1))
+    assert tree.likeliest(log(0.9)) == ((7,), (-1,))
 
 
 def test_of_nothing_there_is_no_tree() -> None:
-    assert best_tree([], 5) == ((), ())
-    assert best_tree(LEVELS, 0) == ((), ())
+    assert GrowingTree(5).likeliest(-inf) == ((), ())
+    tree = GrowingTree(0)
+    tree.grow(FIRST, -inf)
+    assert tree.likeliest(-inf) == ((), ())
     assert depth_of(()) == 0

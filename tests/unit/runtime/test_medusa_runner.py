@@ -15,6 +15,7 @@ from workers.runtime.medusa import MedusaRunner
 from workers.types import SamplingParams
 
 SIZE = 8  # hidden, and tokens that are guessed: 10 times their number
+OTHER = 5  # a token that is not
 SAMPLE = SampleTask(
     params=SamplingParams(max_tokens=9), choice=0, prompt_token_ids=(1, 2, 3), output_token_ids=()
 )
@@ -30,10 +31,13 @@ PLAN = StepPlan(
 
 @pytest.fixture
 def runner() -> MedusaRunner:
-    """Of two heads: the first says the token of the largest element, the second the one after it."""
+    """Of two heads: the first says the token after the sampled one, or where that is another than the guessed
+    ones the token of the state's largest element; the second says the one after the first's."""
     kernels, one = TorchKernels(), torch.eye(SIZE)
+    of_token, none = 50 * one.roll(1, 1), 0 * one
     heads = MedusaHeads(
-        layers=(kernels.pack_linear(0 * one), kernels.pack_linear(50 * one.roll(1, 0))),
+        layers=(kernels.pack_linear(none, None, torch.float32),) * 2,
+        tokens=(torch.cat((of_token, none[:1])), torch.cat((2 * of_token, none[:1]))),
         vocabulary=kernels.pack_linear(one, None, torch.float32),
         token_ids=tuple(range(0, 10 * SIZE, 10)),
     )
@@ -41,23 +45,33 @@ def runner() -> MedusaRunner:
 
 
 def rows(*largest: int) -> torch.Tensor:
-    return torch.eye(SIZE)[list(largest)]
+    return 8 * torch.eye(SIZE)[list(largest)]
 
 
 def test_a_task_names_a_row_by_its_slice(runner: MedusaRunner) -> None:
     runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))  # three sampled | two scored and one sampled
-    tasks = [HeadTask(0, 0, 2, True), HeadTask(0, 2, 2, True), HeadTask(2, 0, 1, True)]
+    tasks = [HeadTask(0, 0, OTHER, 2, True), HeadTask(0, 2, OTHER, 2, True), HeadTask(2, 0, OTHER, 1, True)]
     proposals = runner.propose(7, tasks)
     assert proposals.drafts == [(0, 10), (20, 30), (50,)]
     assert proposals.parents == [None] * 3 and not proposals.is_broken
     assert [each.num_rows for each in proposals.passes] == [3]
 
 
-def test_a_tree_holds_the_likeliest(runner: MedusaRunner) -> None:
+def test_heads_see_the_token_that_was_sampled(runner: MedusaRunner) -> None:
     runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
-    (drafts,), (parents,) = (runner.propose(7, [HeadTask(0, 1, 5)])[place] for place in (0, 2))
-    assert drafts[:2] == (10, 20) and parents is not None and parents[:2] == (-1, 0)
-    assert len(drafts) == len(parents) == 5
+    tasks = [HeadTask(0, 0, 40, 2, True), HeadTask(0, 1, 70, 2, True)]
+    assert runner.propose(7, tasks).drafts == [(50, 60), (0, 10)]
+
+
+def test_a_tree_holds_the_likeliest_and_nothing_unlikely(runner: MedusaRunner) -> None:
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
+    sure = runner.propose(7, [HeadTask(0, 1, OTHER, 5)])
+    assert (sure.drafts, sure.parents) == ([(10, 20)], [(-1, 0)])
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5) / 4)  # 0.51 for the best, 0.07 for each other
+    (drafts,), (parents,) = (runner.propose(7, [HeadTask(0, 1, OTHER, 5)])[place] for place in (0, 2))
+    assert drafts[:2] == (10, 20) and len(set(drafts)) == 5 and parents == (-1, 0, -1, -1, -1)
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5) / 16)  # 0.19: nobody asks what comes after it
+    assert runner.propose(7, [HeadTask(0, 1, OTHER, 5)]).parents == [(-1,) * 4]
 
 
 def test_logits_of_many_rows_are_made_in_parts(runner: MedusaRunner) -> None:
@@ -65,34 +79,34 @@ def test_logits_of_many_rows_are_made_in_parts(runner: MedusaRunner) -> None:
     heads = runner._heads
 
     def counted(x: torch.Tensor) -> torch.Tensor:
-        sizes.append(x.shape[0] * x.shape[1])
+        sizes.append(x.shape[0])
         return heads.vocabulary(x)
 
     runner = MedusaRunner(replace(heads, vocabulary=counted))
     piece = SequenceSlice(token_ids=(5,), start=0, block_table=(0,), sample=SAMPLE)
-    runner.keep(StepPlan(number=7, slices=(piece,) * 600), torch.eye(SIZE).repeat(75, 1))
-    proposals = runner.propose(7, [HeadTask(index, 0, 2, True) for index in range(600)])
+    runner.keep(StepPlan(number=7, slices=(piece,) * 600), 8 * torch.eye(SIZE).repeat(75, 1))
+    proposals = runner.propose(7, [HeadTask(index, 0, OTHER, 2, True) for index in range(600)])
     assert proposals.drafts == [(10 * (i % SIZE), 10 * ((i + 1) % SIZE)) for i in range(600)]
-    assert sizes == [512, 512, 176]
+    assert sizes == [512, 88] * 2
 
 
-@pytest.mark.parametrize("task", [HeadTask(3, 0, 1), HeadTask(2, 1, 1)])
+@pytest.mark.parametrize("task", [HeadTask(3, 0, OTHER, 1), HeadTask(2, 1, OTHER, 1)])
 def test_rows_that_are_not_there_give_no_guesses(runner: MedusaRunner, task: HeadTask) -> None:
     runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
-    assert runner.propose(7, [HeadTask(0, 0, 1), task]).drafts == [(), ()]
+    assert runner.propose(7, [HeadTask(0, 0, OTHER, 1), task]).drafts == [(), ()]
 
 
 def test_without_the_states_of_the_last_step_there_are_no_guesses(runner: MedusaRunner) -> None:
-    assert runner.propose(7, [HeadTask(0, 0, 1)]).drafts == [()]
+    assert runner.propose(7, [HeadTask(0, 0, OTHER, 1)]).drafts == [()]
     runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
-    assert runner.propose(6, [HeadTask(0, 0, 1)]).drafts == [()]
+    assert runner.propose(6, [HeadTask(0, 0, OTHER, 1)]).drafts == [()]
     runner.keep(PLAN, None)
-    assert runner.propose(7, [HeadTask(0, 0, 1)]).drafts == [()]
+    assert runner.propose(7, [HeadTask(0, 0, OTHER, 1)]).drafts == [()]
 
 
 def test_values_that_are_not_finite_give_no_guesses(runner: MedusaRunner) -> None:
     runner.keep(PLAN, torch.full((6, SIZE), torch.nan))
-    proposals = runner.propose(7, [HeadTask(0, 0, 2), HeadTask(0, 1, 2, True)])
+    proposals = runner.propose(7, [HeadTask(0, 0, OTHER, 2), HeadTask(0, 1, OTHER, 2, True)])
     assert proposals.drafts == [(), ()] and proposals.is_broken
 
 
@@ -104,7 +118,7 @@ def test_a_fault_of_the_device_ends_the_group_and_another_does_not(runner: Medus
     runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
     fault: Exception = torch.AcceleratorError("an illegal memory access")
     with pytest.raises(GroupFailed, match="rank 0 fails in guessing by heads: an illegal memory access"):
-        runner.propose(7, [HeadTask(0, 0, 2)])
+        runner.propose(7, [HeadTask(0, 0, OTHER, 2)])
     fault = RuntimeError("no memory")
     with pytest.raises(RuntimeError, match="no memory"):
-        runner.propose(7, [HeadTask(0, 0, 2)])
+        runner.propose(7, [HeadTask(0, 0, OTHER, 2)])
