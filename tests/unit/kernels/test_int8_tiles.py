@@ -79,9 +79,10 @@ def test_bits_at_every_border(name: str, order: SumOrder, out_features: int) -> 
 
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("border", [1, 2, 3, 5])
-def test_two_ranks_have_the_bits_of_one(name: str, border: int) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_two_ranks_have_the_bits_of_one(name: str, border: int, rows: int) -> None:
     order = ORDERS["leaves"]
-    weight, x = codes(130, order.num_inputs), torch.randn(33, order.num_inputs).bfloat16()
+    weight, x = codes(130, order.num_inputs), torch.randn(rows, order.num_inputs).bfloat16()
     wanted = in_tile_order(x, weight, order)
     parts, nodes = divide(order, [range(border), range(border, len(order.widths))])
     cut = sum(order.widths[:border])
@@ -106,9 +107,11 @@ def test_the_largest_sums_are_exact(name: str) -> None:
     )
     x = torch.full((3, order.num_inputs), 255.0).bfloat16()
     x[1] = -256.0
-    found = tiled_linear(name, weight, order)(x)
+    linear = tiled_linear(name, weight, order)
+    found = linear(x)
     wanted = x.double() @ weight.values().double().T
     assert float(((found - wanted) / wanted).abs().max()) < 1e-6
+    assert torch.equal(linear(x[:2]), found[:2])
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -121,7 +124,7 @@ def test_a_value_that_is_not_finite_spoils_its_row_alone(name: str, value: float
     wanted = linear(x)
     x[1, 130] = value
     found, rest = linear(x), [i for i in range(20) if i != 1]
-    assert not bool(found[1].isfinite().any())
+    assert not bool(found[1].isfinite().any()) and not bool(linear(x[1:2]).isfinite().any())
     assert torch.equal(found[rest], wanted[rest]) and torch.equal(found[7], torch.zeros(48))
 
 
