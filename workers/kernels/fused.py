@@ -58,7 +58,13 @@ class LayerWeights(ctypes.Structure):
 class NativePart(ctypes.Structure):
     """AttentionPart in cpu/step.h."""
 
-    _fields_ = [("pool", c_void_p), ("rows", c_void_p), ("heads", c_long), ("kv_heads", c_long)]
+    _fields_ = [
+        ("pool", c_void_p),
+        ("qkv", c_void_p),
+        ("attended", c_void_p),
+        ("heads", c_long),
+        ("kv_heads", c_long),
+    ]
 
 
 class Model(ctypes.Structure):
@@ -96,7 +102,7 @@ class StepInput(ctypes.Structure):
         *[
             (name, c_long)
             for name in (
-                *("is_int8", "num_blocks", "block_stride", "head_stride", "layer_stride"),
+                *("is_int8", "num_blocks", "head_stride", "layer_stride"),
                 *("value_stride", "block_size"),
             )
         ],
@@ -145,6 +151,7 @@ class NativeStep:
         self._kv: PagedCache | None = None
         self._turn: Turn | None = None
         self._parts: tuple[AttentionPart, ...] = ()
+        self._native_parts = (NativePart * 0)()
         self._scratch: int = library.step_scratch()
         # Not at exit: a thread that ends with the process may still be inside a step.
         weakref.finalize(self, library.free_step_scratch, self._scratch).atexit = False
@@ -174,14 +181,15 @@ class NativeStep:
         return Drawn(logits.values, self._ids.tolist(), hidden.values)
 
     def share(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
+        shape = self._shape
+        assert self._model.collective is not None, "a rank alone has nobody to share with"
+        for part in parts:  # all have tasks of one size
+            assert part.num_heads * shape.kv_heads == shape.heads * part.num_kv_heads, part
         self._parts = parts  # keeps their memory mapped
         self._native_parts = (NativePart * len(parts))(
-            *(
-                NativePart(part.pool.data_ptr(), part.work.data_ptr(), part.num_heads, part.num_kv_heads)
-                for part in parts
-            )
+            *(_native_part(part, max_tokens, shape.d) for part in parts)
         )
-        self._shape.parts, self._shape.part_tokens = self._native_parts, max_tokens
+        shape.parts, shape.part_tokens = self._native_parts, max_tokens
 
     def _bind(self, turn: Turn | None, kv: PagedCache) -> None:
         """Has the next steps use these; mostly they are those of the step before."""
@@ -190,9 +198,8 @@ class NativeStep:
         self._kv, self._turn, inputs = kv, turn, self._inputs
         inputs.pool, inputs.num_blocks, inputs.block_size = numbers.data_ptr(), kv.num_blocks, kv.block_size
         inputs.is_int8 = kv.scales is not None
-        inputs.block_stride, inputs.head_stride, inputs.layer_stride, inputs.value_stride = numbers.stride()[
-            :4
-        ]
+        inputs.head_stride, inputs.layer_stride, inputs.value_stride = numbers.stride()[1:4]
+        assert numbers.stride(0) == numbers.shape[1] * inputs.head_stride, numbers.stride()
         if turn is None:
             inputs.cos, inputs.sin, inputs.num_positions, inputs.half = None, None, _ANY_POSITION, 0
             return
@@ -252,6 +259,13 @@ def _layer(layer: StepLayer) -> LayerWeights:
         window=layer.sliding_window or 0,
         scale=layer.scale,
     )
+
+
+def _native_part(part: AttentionPart, max_tokens: int, head_dim: int) -> NativePart:
+    qkv_bytes = max_tokens * (part.num_heads + 2 * part.num_kv_heads) * head_dim * 2
+    assert part.work.nbytes >= qkv_bytes + max_tokens * part.num_heads * head_dim * 2, part.work.nbytes
+    qkv = part.work.data_ptr()
+    return NativePart(part.pool.data_ptr(), qkv, qkv + qkv_bytes, part.num_heads, part.num_kv_heads)
 
 
 def _address(weight: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -133,10 +134,36 @@ def test_a_step_without_room_is_done_alone(kernels: CpuKernels) -> None:
     assert all(not part.work.any() for part in parts)
 
 
-def test_a_rank_that_does_not_come_ends_the_step(kernels: CpuKernels) -> None:
-    models = make_models(kernels, timeout_s=0.2)
+def outcomes(steps: Sequence[FusedStep], pools: Sequence[PagedCache]) -> list[str]:
+    """What each rank said of its failed step."""
+
+    def of(rank: int) -> str:
+        with pytest.raises(CollectiveFailed) as caught:
+            steps[rank](step_of(*DECODING), turn_of(DIM), pools[rank])
+        return str(caught.value)
+
+    with ThreadPoolExecutor(len(steps)) as executor:
+        return list(executor.map(of, range(len(steps))))
+
+
+def test_tasks_that_never_appear_end_the_step(kernels: CpuKernels) -> None:
+    """The rank with least to do waits for another's tasks, which that one does without a word."""
+    models = make_models(kernels, timeout_s=1.0)
     pools = [noise(DIM, torch.bfloat16, heads) for heads in KV_HEADS]
-    steps, parts = fuse(kernels, models), parts_of(models, pools)
-    steps[1].share(parts, MAX_TOKENS)
-    with pytest.raises(CollectiveFailed, match=r"did not come to a collective within 0.2 s"):
-        steps[1](step_of(*DECODING), turn_of(DIM), pools[1])
+    steps = fuse(kernels, models)
+    steps[1].share(parts_of(models, pools), MAX_TOKENS)
+    assert "rank 2 did not come to a collective within 1 s" in outcomes(steps, pools)[1]
+
+
+def test_a_wait_for_tasks_ends_with_the_group(kernels: CpuKernels) -> None:
+    models = make_models(kernels)
+    pools = [noise(DIM, torch.bfloat16, heads) for heads in KV_HEADS]
+    steps = fuse(kernels, models)
+    steps[1].share(parts_of(models, pools), MAX_TOKENS)
+    collective = models[2].collective
+    assert isinstance(collective, SharedCollective)
+    end = threading.Timer(0.5, collective.abort)
+    started = time.monotonic()
+    end.start()
+    assert outcomes(steps, pools) == ["the group has been given up"] * len(steps)
+    assert time.monotonic() - started < PATIENCE_S / 2

@@ -1,13 +1,13 @@
-// Sums and gathers over the ranks of one machine, through memory that all of them have mapped.
+// Sums and gathers over the ranks of one machine, through memory that all of them have mapped, and a board of tasks for each.
 //
 // A call moves its data in rounds of at most CHUNK bytes a rank; ranks make the same calls in the same order. In
 // round s a rank writes its part into its slot s % 2, publishes s, waits until the others have, and reads their
 // parts. That a rank has published s also says that it has read all of round s - 1: so whoever starts round s + 1
-// waits until all have published s, and may then write over slot (s + 1) % 2. One word a rank is all there is to
-// synchronise. Memory full of zeros is a valid start.
+// waits until all have published s, and may then write over slot (s + 1) % 2. One word a rank is all that sums
+// and gathers need. Memory full of zeros is a valid start.
 //
 // A wait spins for tens of microseconds, then yields its core to whoever wants it, as to a rank that shares it, and after
-// two milliseconds sleeps on the peer's word: to wake a core from sleep costs the rank that does it 20 to 50 microseconds.
+// two milliseconds sleeps, where it can on the peer's word: to wake a core from sleep costs the rank that does it 20 to 50 microseconds.
 // It ends with a failure after the timeout, or when any rank has called `abort`. A collective that has failed once fails
 // from then on: the ranks are out of step.
 #pragma once
@@ -91,12 +91,12 @@ class Collective {
   bool has_opened(int r) const { return boards[r].times_opened() == boards[rank].times_opened(); }
   // Until it has. False as of a sum.
   bool wait_opened(int r) {
-    return wait_for(r, [&] { return has_opened(r); }, nap);
+    return wait_for([&] { return has_opened(r); }, nap, [&] { return r; });
   }
   // Until all tasks of the own board are done, whoever has taken them. False as of a sum.
   bool wait_done(uint32_t tasks) {
     TaskBoard& own = boards[rank];
-    return wait_for(own.helped_by(), [&] { return own.num_done() == tasks; }, nap);
+    return wait_for([&] { return own.num_done() == tasks; }, nap, [&] { return own.taken_by(); });
   }
   // From any thread of any rank: all waits end, now and later.
   void abort() {
@@ -162,28 +162,29 @@ class Collective {
   }
   bool wait(int r, uint32_t wanted) {
     Place& peer = places[r];
-    auto is_there = [&] { return int32_t(peer.published.load(std::memory_order_seq_cst) - wanted) >= 0; };
-    return wait_for(r, is_there, [&] {
+    const auto is_there = [&] { return int32_t(peer.published.load(std::memory_order_seq_cst) - wanted) >= 0; };
+    const auto sleep = [&] {
       const timespec most{0, NAP_NS};
       peer.sleepers.fetch_add(1, std::memory_order_seq_cst);
       const uint32_t seen = peer.published.load(std::memory_order_seq_cst);
       if (!is_there() && !is_aborted()) futex(peer, FUTEX_WAIT, seen, &most);
       peer.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    });
+    };
+    return wait_for(is_there, sleep, [&] { return r; });
   }
   static void nap() {
     const timespec most{0, SHORT_NAP_NS};
     nanosleep(&most, nullptr);
   }
-  // Until is_there(), which rank r is to bring about; sleep() returns after a while.
-  template <class There, class Sleep> bool wait_for(int r, There is_there, Sleep sleep) {
+  // Until is_there(), which rank who() is to bring about; sleep() returns after a while.
+  template <class There, class Sleep, class Who> bool wait_for(There is_there, Sleep sleep, Who who) {
     for (int i = 0; i < SPINS; i++) {
       if (is_there()) return !failed;
       __builtin_ia32_pause();
     }
     const double since = now();
     for (double at = since; !is_there() && !failed && !is_aborted(); at = now()) {
-      if (at - since > timeout_s) fail(TIMEOUT, r);
+      if (at - since > timeout_s) fail(TIMEOUT, who());
       else if (at - since < YIELDING_S) sched_yield();
       else sleep();
     }

@@ -32,10 +32,10 @@ struct LayerWeights {
   long window;  // 0: none
   double scale;
 };
-// Of a rank whose attention others may do: its pool, and the rows of a step in which it and they read and write.
+// What a rank attends with, which others may do for it: its pool, and rows of a step.
 struct AttentionPart {
   void* pool;
-  bf16* rows;  // (max tokens, heads + 2 kv heads, d): queries, keys, values; then (max tokens, heads, d)
+  bf16 *qkv, *attended;  // (tokens, heads + 2 kv heads, d), (tokens, heads, d)
   long heads, kv_heads;
 };
 struct Model {
@@ -57,7 +57,7 @@ struct StepInput {
   long num_positions, half;  // half 0: nothing turns
   void* pool;    // (num_blocks, kv heads, layers, 2) pages, of bf16 or int8: strides in elements
   long is_int8;  // what the pages have
-  long num_blocks, block_stride, head_stride, layer_stride, value_stride, block_size;
+  long num_blocks, head_stride, layer_stride, value_stride, block_size;
   float* logits;  // (logit rows, columns of the head)
   const Draw* draws;  // (logit rows); null: nothing is drawn
   int64_t* ids;       // (logit rows): what was drawn, NOT_FINITE for rows with a NaN or an infinity
@@ -74,11 +74,10 @@ struct StepScratch {
   std::vector<DrawScratch> drawing;  // of each thread
   std::unique_ptr<std::atomic<long>[]> counters;
   long num_counters = 0;
-  void fit(const Model& m, long tokens, long team) {
+  void fit(const Model& m, long tokens, long team, bool shares) {
     auto grow = [](std::vector<bf16>& v, long n) { if (long(v.size()) < n) v.resize(n); };
     grow(residual, tokens * m.hidden), grow(normed, tokens * m.hidden), grow(mixed, tokens * m.hidden), grow(kept, tokens * m.hidden);
-    grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d);
-    grow(attended, tokens * m.heads * m.d);
+    if (!shares) grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d), grow(attended, tokens * m.heads * m.d);
     grow(wide, tokens * 3 * m.inner);
     for (const PackedWeights& w : {m.layers[0].output, m.layers[0].down})
       if (const size_t wanted = size_t(w.order.nodes() * tokens * m.hidden); m.collective && nodes.size() < wanted) nodes.resize(wanted);
@@ -100,29 +99,29 @@ constexpr long FEW_ROWS_APART = 4;
 inline bool shares_attention(const Model& m, const StepInput& in, const StepLayout& at) {
   return m.parts && in.pool == m.parts[m.collective->rank].pool && std::max(at.tokens, at.num_logits) <= m.part_tokens;
 }
-inline AttentionPart own_part(const Model& m, const StepInput& in, StepScratch& s) {
-  return shares_attention(m, in, s.layout) ? m.parts[m.collective->rank] : AttentionPart{in.pool, s.qkv.data(), m.heads, m.kv_heads};
-}
 template <class S> std::vector<AttentionTask> tasks_of(const Model& m, const StepLayout& at, long heads, long kv_heads) {
   return attention_tasks(Attention<bf16, S>{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.parents,
                                             at.num_sequences, at.table_width, heads, kv_heads, m.d, 0, 0.f});
 }
-inline void find_tasks(const Model& m, const StepInput& in, StepScratch& s) {
-  const auto of = [&](long heads, long kv_heads) {
-    return in.is_int8 ? tasks_of<int8_t>(m, s.layout, heads, kv_heads) : tasks_of<bf16>(m, s.layout, heads, kv_heads);
+inline void find_tasks(const Model& m, const StepInput& in, StepScratch& s, bool shares) {
+  const auto add = [&](long heads, long kv_heads) {
+    s.tasks.push_back(in.is_int8 ? tasks_of<int8_t>(m, s.layout, heads, kv_heads) : tasks_of<bf16>(m, s.layout, heads, kv_heads));
   };
   s.tasks.clear();
-  if (!shares_attention(m, in, s.layout)) return s.tasks.push_back(of(m.heads, m.kv_heads));
-  for (int r = 0; r < m.collective->ranks; r++) s.tasks.push_back(of(m.parts[r].heads, m.parts[r].kv_heads));
+  if (!shares) return add(m.heads, m.kv_heads);
+  for (int r = 0; r < m.collective->ranks; r++)
+    if (r && m.parts[r].kv_heads == m.parts[r - 1].kv_heads) s.tasks.push_back(s.tasks.back());
+    else add(m.parts[r].heads, m.parts[r].kv_heads);
 }
 
 // One thread's walk through the step, with pages of S. All threads of the team run it together.
 template <class S> class StepWalk {
  public:
-  StepWalk(const Model& m, const StepInput& in, StepScratch& s, Barrier& together)
+  StepWalk(const Model& m, const StepInput& in, StepScratch& s, Barrier& together, bool shares)
       : m(m), in(in), s(s), at(s.layout), together(together), row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d),
         thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(at.tokens),
-        most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART), own(own_part(m, in, s)) {}
+        most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART), shares(shares),
+        own(shares ? m.parts[m.collective->rank] : AttentionPart{in.pool, s.qkv.data(), s.attended.data(), m.heads, m.kv_heads}) {}
 
   void run() {
     each_row([&](long r) { embed(s.residual.data() + r * m.hidden, r); });
@@ -132,14 +131,14 @@ template <class S> class StepWalk {
     each_normed_row([&](long r) { norm(residual + r * m.hidden, m.layers[0].attention_norm, r); });
     for (long l = 0; l < m.num_layers; l++) {
       const LayerWeights& w = m.layers[l];
-      linear(w.qkv, normed, own.rows);
+      linear(w.qkv, normed, own.qkv);
       each_row([&](long r) { turn_and_write(w, l, r); });
       attend_all(w, l);
-      const bf16* attended = attended_by(own);
+      const bf16* attended = own.attended;
       if (l + 1 == m.num_layers) {  // only rows whose logits are wanted go on
         rows = at.num_logits;
         keep(attended);
-        attended = own.rows;
+        attended = own.qkv;
       }
       if (!mix(w.output, attended, m.output_nodes, w.output_bias)) return;
       each_normed_row([&](long r) { add_norm(w.mlp_norm, r); });
@@ -172,6 +171,7 @@ template <class S> class StepWalk {
   const bool apart;             // every thread has a residual and norms of its own
   std::vector<bf16> own_rows;   // they
   bf16 *residual, *normed;      // (rows, hidden)
+  const bool shares;            // ranks do attention tasks for each other
   const AttentionPart own;
   long phase = 0;  // number of the next task counter; equal on all threads
 
@@ -266,7 +266,7 @@ template <class S> class StepWalk {
     const long width = m.heads * m.d;
     bf16* kept = apart ? normed : s.kept.data();
     each_normed_row([&](long r) { memcpy(kept + r * m.hidden, residual + at.logit_rows[r] * m.hidden, m.hidden * 2); });
-    each_row([&](long r) { memcpy(own.rows + r * width, attended + at.logit_rows[r] * width, width * 2); });
+    each_row([&](long r) { memcpy(own.qkv + r * width, attended + at.logit_rows[r] * width, width * 2); });
     if (apart) normed = residual;
     residual = kept;
   }
@@ -275,7 +275,7 @@ template <class S> class StepWalk {
     return {k, k + in.value_stride, in.head_stride * part.kv_heads, in.head_stride, in.block_size};
   }
   void turn_and_write(const LayerWeights& w, long layer, long r) {
-    bf16* q = own.rows + r * qkv_width();
+    bf16* q = own.qkv + r * qkv_width();
     bf16* k = q + m.heads * m.d;
     const bf16* v = k + m.kv_heads * m.d;
     if (w.query_norm)
@@ -285,58 +285,61 @@ template <class S> class StepWalk {
     rotate_and_write(q, k, v, in.cos + turn, in.sin + turn, in.half, m.heads, m.kv_heads, m.d, at.slots[r], cache(own, layer),
                      (bf16*)row.data());
   }
-  bf16* attended_by(const AttentionPart& part) const {
-    return shares_attention(m, in, at) ? part.rows + m.part_tokens * (part.heads + 2 * part.kv_heads) * m.d : s.attended.data();
-  }
   Attention<bf16, S> attention_of(const AttentionPart& part, const LayerWeights& w, long layer) const {
-    return {part.rows, (part.heads + 2 * part.kv_heads) * m.d, attended_by(part), cache(part, layer), at.query_starts.data(),
-            at.context_lens.data(), at.tables.data(), at.parents, at.num_sequences, at.table_width, part.heads, part.kv_heads, m.d, w.window,
-            float(w.scale)};
+    return {part.qkv, (part.heads + 2 * part.kv_heads) * m.d, part.attended, cache(part, layer), at.query_starts.data(), at.context_lens.data(),
+            at.tables.data(), at.parents, at.num_sequences, at.table_width, part.heads, part.kv_heads, m.d, w.window, float(w.scale)};
   }
   void attend_all(const LayerWeights& w, long layer) {
     DenormalsAreZero during;
-    if (shares_attention(m, in, at)) return attend_together(w, layer);
+    if (shares) return attend_together(w, layer);
     const auto a = attention_of(own, w, layer);
     const auto& tasks = s.tasks[0];
     each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), attention); });
   }
   // Ranks with less to do take over tasks of the others, which all of them would wait for.
   void attend_together(const LayerWeights& w, long layer) {
-    Collective& ranks = *m.collective;
-    const auto& tasks = s.tasks[ranks.rank];
-    TaskBoard& board = ranks.board(ranks.rank);
-    if (thread == 0) board.open(uint32_t(tasks.size()));
+    Collective& group = *m.collective;
+    const auto& tasks = s.tasks[group.rank];
+    TaskBoard& board = group.board(group.rank);
+    if (thread == 0) board.open(uint32_t(tasks.size()), group.rank);
     together.wait();
     const auto a = attention_of(own, w, layer);
-    for (long i; (i = board.take_first()) >= 0; board.finish()) attend(a, tasks[i], after(tasks, i), attention);
-    for (int next = 1; next < ranks.ranks; next++) help((ranks.rank + next) % ranks.ranks, w, layer);
-    if (thread == 0) ranks.wait_done(uint32_t(tasks.size()));
+    for (TaskBoard::Run run; (run = board.take_first(uint32_t(2 * team))).first < run.end;)
+      for (long i = run.first; i < run.end; i++, board.finish()) attend(a, tasks[i], after(tasks, i), attention);
+    for (int next = 1; next < group.ranks; next++) help((group.rank + next) % group.ranks, w, layer);
+    if (thread == 0) group.wait_done(uint32_t(tasks.size()));
     together.wait();
   }
   void help(int rank, const LayerWeights& w, long layer) {
-    Collective& ranks = *m.collective;
+    Collective& group = *m.collective;
     const auto& tasks = s.tasks[rank];
-    if (thread == 0 && tasks.size() > s.tasks[ranks.rank].size() && !ranks.wait_opened(rank)) return;
-    if (!ranks.has_opened(rank)) return;
-    TaskBoard& board = ranks.board(rank);
+    if (tasks.size() > s.tasks[group.rank].size()) {  // it will be late at the sum: worth to wait for
+      if (thread == 0) group.wait_opened(rank);
+      together.wait();
+    }
+    if (!group.has_opened(rank)) return;
+    TaskBoard& board = group.board(rank);
     const auto a = attention_of(m.parts[rank], w, layer);
-    for (long i; (i = board.take_last(ranks.rank)) >= 0; board.finish()) attend(a, tasks[i], i ? &tasks[i - 1] : nullptr, attention);
+    for (TaskBoard::Run run; (run = board.take_last(group.rank)).first < run.end; board.finish())
+      attend(a, tasks[run.first], run.first ? &tasks[run.first - 1] : nullptr, attention);
   }
 };
 
+// False for a message that StepLayout refuses: then nothing has been computed.
 inline bool run_step(const Model& m, const StepInput& in, const int32_t* message, long ints, StepScratch& s, int threads) {
   StepLayout& at = s.layout;
   if (!at.read(message, ints, {in.block_size, in.num_blocks, m.vocab_size, in.num_positions})) return false;
-  s.fit(m, std::max(at.tokens, at.num_logits), threads);
-  find_tasks(m, in, s);
+  const bool shares = shares_attention(m, in, at);
+  s.fit(m, std::max(at.tokens, at.num_logits), threads, shares);
+  find_tasks(m, in, s, shares);
   std::unique_ptr<Barrier> together;
 #pragma omp parallel num_threads(threads)
   {
     ComputeRegion region;
 #pragma omp single
     together.reset(new Barrier(omp_get_num_threads()));
-    if (in.is_int8) StepWalk<int8_t>(m, in, s, *together).run();
-    else StepWalk<bf16>(m, in, s, *together).run();
+    if (in.is_int8) StepWalk<int8_t>(m, in, s, *together, shares).run();
+    else StepWalk<bf16>(m, in, s, *together, shares).run();
   }
   return true;
 }
