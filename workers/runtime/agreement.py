@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -22,6 +22,19 @@ _DEVICE = "device"
 _COLLECTIVES = "collectives"
 _NUM_BLOCKS = "num_blocks"
 _SHARES_ATTENTION = "shares_attention"
+PROBLEM = "problem"  # of a rank, or of the first that has one; empty: none
+
+Decide = Callable[[dict[int, Facts]], Facts]
+# Own facts and how rank 0 decides, which the other ranks leave to it. Raises GroupFailed or LeaderLost.
+Agree = Callable[[Facts, Decide], Facts]
+
+
+def first_problem(by_rank: dict[int, Facts]) -> Facts:
+    """Rank 0's facts, with the problem of the first rank that has one."""
+    for rank, facts in by_rank.items():
+        if facts[PROBLEM]:
+            return {PROBLEM: f"rank {rank}: {facts[PROBLEM]}"}
+    return by_rank[0]
 
 
 def code_digest() -> str:

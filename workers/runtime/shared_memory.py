@@ -21,12 +21,10 @@ import torch
 from workers.engine.step import GroupFailed
 from workers.kernels import KernelsUnavailable, Library, SharedCollective, load_library, memory_bytes
 from workers.runtime import memfd
+from workers.runtime.agreement import PROBLEM, Agree, first_problem
 from workers.runtime.handshake import Facts
 
-PROBLEM = "problem"  # empty: none
 _log = logging.getLogger(__name__)
-
-Decide = Callable[[dict[int, Facts]], Facts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,7 @@ class Place:
 def lead(
     place: Place,
     num_here: int,
-    agree: Callable[[Facts, Decide], Facts],
+    agree: Agree,
     load: Callable[[], Library] = load_library,
 ) -> SharedCollective | None:
     """Rank 0's side; None, with one line in the log, where gloo has to do.
@@ -100,14 +98,6 @@ def follow(
     if agree({PROBLEM: problem})[PROBLEM] or collective is None:
         return None
     return _proven(collective, place)
-
-
-def first_problem(by_rank: dict[int, Facts]) -> Facts:
-    """Rank 0's facts, with the problem of the first rank that has one."""
-    for rank, facts in by_rank.items():
-        if facts[PROBLEM]:
-            return {PROBLEM: f"rank {rank}: {facts[PROBLEM]}"}
-    return by_rank[0]
 
 
 def _whole_bytes(library: Library, size: int) -> int:

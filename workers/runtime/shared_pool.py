@@ -22,13 +22,10 @@ import torch
 from workers.kernels import AttentionPart, KernelsUnavailable, Library, load_library, shared_bytes
 from workers.kernels.memory import ALIGNMENT, HUGE_PAGE_BYTES
 from workers.runtime import memfd
+from workers.runtime.agreement import PROBLEM, Agree, first_problem
 from workers.runtime.handshake import Facts
-from workers.runtime.shared_memory import PROBLEM, Decide, first_problem
 
 _log = logging.getLogger(__name__)
-
-# Own facts and how rank 0 decides, which the other ranks leave to it. Raises GroupFailed or LeaderLost.
-Agree = Callable[[Facts, Decide], Facts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

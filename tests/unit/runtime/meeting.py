@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import Queue
 
+from workers.runtime.agreement import Decide
 from workers.runtime.handshake import Facts
-from workers.runtime.shared_memory import Decide
 
 PATIENCE_S = 20.0
 

@@ -16,10 +16,10 @@ from tests.unit.runtime.meeting import Meeting
 from workers.engine.step import GroupFailed
 from workers.kernels import AttentionPart, KernelsUnavailable, Library, load_library
 from workers.kernels.memory import HUGE_PAGE_BYTES
+from workers.runtime.agreement import Agree, Decide
 from workers.runtime.follower_link import LeaderLost
 from workers.runtime.handshake import Facts
-from workers.runtime.shared_memory import Decide
-from workers.runtime.shared_pool import Agree, PartForm, share
+from workers.runtime.shared_pool import PartForm, share
 
 Parts = tuple[AttentionPart, ...] | None
 # Two KV heads on rank 0, one on the others; blocks that fill no page.
