@@ -4,7 +4,8 @@ Every rank makes memory (`workers.runtime.memfd`) for its own pool and for the r
 others where it is, and maps theirs. If one cannot, none does, and every pool lies in memory of its rank
 alone. Two agreements:
 
-    every rank: path and label of its memory, or its problem  -> those of all
+    every rank: path and label of its memory, and what it takes all to hold and compute by, or its problem
+                                                              -> paths and labels of all
     every rank: nothing, or why it could not open another's   -> whether they are used
 
     | blocks | work | ... | label |     from a huge page to the end of one
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -24,6 +25,8 @@ from workers.kernels.memory import ALIGNMENT, HUGE_PAGE_BYTES
 from workers.runtime import memfd
 from workers.runtime.agreement import PROBLEM, Agree, first_problem
 from workers.runtime.handshake import Facts
+
+_PLACE = ("path", "label")  # of a rank's memory
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ def share(
     try:
         library = load()
         fd, own, offer = _create(library, forms[rank].num_bytes)
+        offer = {**offer, **_common(library, forms)}
     except (KernelsUnavailable, OSError) as error:
         problem = str(error)
     try:
@@ -90,13 +94,28 @@ def share(
     return None
 
 
+def _common(library: Library, forms: Sequence[PartForm]) -> Facts:
+    """What has to be equal: ranks that differ would read each other's rows at other places, or divide a step
+    into other tasks. Sizes do not show it: they are rounded up."""
+    found = {
+        f"{name} of rank {rank}": value
+        for rank, form in enumerate(forms)
+        for name, value in asdict(form).items()
+    }
+    has_tiles = library.has_linear and library.can_use_tiles
+    return {**found, "has_linear": int(library.has_linear), "can_use_tiles": int(has_tiles)}
+
+
 def _offers(by_rank: dict[int, Facts]) -> Facts:
     """Where everybody's memory is, or the first problem."""
     verdict = first_problem(by_rank)
     if verdict[PROBLEM]:
         return {PROBLEM: verdict[PROBLEM]}
-    names = ("path", "label")
-    offers = {f"{name} {rank}": facts[name] for rank, facts in by_rank.items() for name in names}
+    for rank, facts in by_rank.items():
+        for name, first in by_rank[0].items():
+            if name not in (*_PLACE, PROBLEM) and facts.get(name) != first:
+                return {PROBLEM: f"rank {rank}: {name} is {facts.get(name)}, and {first} for rank 0"}
+    offers = {f"{name} {rank}": facts[name] for rank, facts in by_rank.items() for name in _PLACE}
     return {**offers, PROBLEM: ""}
 
 

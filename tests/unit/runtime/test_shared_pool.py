@@ -16,10 +16,10 @@ from tests.unit.runtime.meeting import Meeting
 from workers.engine.step import GroupFailed
 from workers.kernels import AttentionPart, KernelsUnavailable, Library, load_library
 from workers.kernels.memory import HUGE_PAGE_BYTES
-from workers.runtime.agreement import Agree, Decide
+from workers.runtime.agreement import PROBLEM, Agree, Decide
 from workers.runtime.follower_link import LeaderLost
-from workers.runtime.handshake import Facts
-from workers.runtime.shared_pool import PartForm, share
+from workers.runtime.handshake import Facts, pack_facts, unpack_facts
+from workers.runtime.shared_pool import PartForm, _common, _offers, share
 
 Parts = tuple[AttentionPart, ...] | None
 # Two KV heads on rank 0, one on the others; blocks that fill no page.
@@ -57,6 +57,19 @@ def no_compiler() -> Library:
 def no_memory() -> Library:
     library = load_library()
     library.map_shared = lambda fd, num_bytes: -errno.ENOMEM
+    return library
+
+
+def other_products() -> Library:
+    library = load_library()
+    library.has_linear = not library.has_linear
+    library.can_use_tiles = False
+    return library
+
+
+def other_tiles() -> Library:
+    library = load_library()
+    library.can_use_tiles = not library.can_use_tiles
     return library
 
 
@@ -134,13 +147,42 @@ def test_memory_that_is_not_that_ranks_is_not_used(
     assert message.startswith("the ranks do not share their attention: rank 1: ") and why in message
 
 
-def test_ranks_that_expect_other_sizes_do_not_share(caplog: pytest.LogCaptureFixture) -> None:
-    more = (replace(FORMS[0], max_tokens=1 << 14), FORMS[1])
-    assert meet(2, own_forms={1: more}) == [None] * 2
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_ranks_that_expect_other_rows_do_not_share(
+    rank: int, owner: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the sizes, which are rounded up, are equal."""
+    first = tuple(replace(form, max_tokens=41) for form in FORMS)
+    other = tuple(replace(form, max_tokens=42) if each == owner else form for each, form in enumerate(first))
+    assert [form.num_bytes for form in other] == [form.num_bytes for form in first]
+    own_forms = dict.fromkeys(range(3), first) | {rank: other}
+    assert meet(3, own_forms=own_forms) == [None] * 3
     assert caplog.messages == [
-        "the ranks do not share their attention: rank 1: the memory of rank 0 has "
-        f"{FORMS[0].num_bytes} bytes, expected are {more[0].num_bytes}"
+        f"the ranks do not share their attention: rank {rank}: max_tokens of rank {owner} is 42, and 41 for "
+        "rank 0"
     ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("load", "name"), [(other_products, "has_linear"), (other_tiles, "can_use_tiles")])
+def test_ranks_that_would_compute_by_other_units_do_not_share(
+    rank: int, load: Callable[[], Library], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They divide attention into other tasks."""
+    if not load_library().has_linear and load is other_tiles:
+        pytest.skip("this processor has no fused step")
+    assert meet(2, loads={rank: load}) == [None] * 2
+    (message,) = caplog.messages
+    assert message.startswith(f"the ranks do not share their attention: rank 1: {name} is ")
+
+
+def test_what_a_large_group_compares_fits_into_its_frames() -> None:
+    forms = (replace(FORMS[0], num_blocks=1 << 40, block_bytes=1 << 40),) * 64
+    facts = {"path": "x" * 40, "label": "x" * 64, PROBLEM: "", **_common(load_library(), forms)}
+    assert unpack_facts(pack_facts(facts)) == facts
+    offers = _offers(dict.fromkeys(range(64), facts))
+    assert unpack_facts(pack_facts(offers)) == offers and not offers[PROBLEM]
 
 
 def test_memory_that_could_shrink_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
