@@ -59,9 +59,9 @@ class Source:
         stream = self.pool.stream(*place, has_checksums=request.has_checksums)
         if stream is not None:
             yield stream
-            is_current = self.is_current(request)
-            if request.has_checksums:
+            if request.has_checksums:  # reads the ends of blocks: before it is asked whose they are
                 checksums = self.pool.checksums(stream, *place)
+            is_current = self.is_current(request)
         else:
             found = []
             for block in request.blocks:
