@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import weakref
 
 import torch
 
 from workers.kernels.library import Library
+
+_log = logging.getLogger(__name__)
 
 
 def shared_bytes(library: Library, fd: int, num_bytes: int) -> torch.Tensor:
@@ -24,5 +27,11 @@ def shared_bytes(library: Library, fd: int, num_bytes: int) -> torch.Tensor:
     memory = (ctypes.c_char * num_bytes).from_address(address)
     # Not at exit: a thread that ends with the process may still be inside a step.
     weakref.finalize(memory, library.unmap_shared, address, num_bytes).atexit = False
-    library.collapse_shared(address, num_bytes)  # else it stays in small pages, and is slower
+    error: int = library.collapse_shared(address, num_bytes)
+    if error:
+        _log.info(
+            "%d bytes of shared memory stay in small pages, which are slower: %s",
+            num_bytes,
+            os.strerror(error),
+        )
     return torch.frombuffer(memory, dtype=torch.uint8)
