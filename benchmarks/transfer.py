@@ -114,7 +114,7 @@ def send_raw(listener: socket.socket, data: memoryview) -> None:
     """Sends the bytes that every message of 16 bytes asks for: from where, and how many."""
     connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while wanted := connection.recv(_RUN.size):
+    while wanted := connection.recv(_RUN.size, socket.MSG_WAITALL):
         start, num_bytes = _RUN.unpack(wanted)
         connection.sendall(data[start : start + num_bytes])
 
