@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-# Environment of all processes of the cluster; one that is set already is left as it is.
+# Environment of all processes of the cluster; one that is set already is left as it is, but deployment files
+# set the two of Serve again for its controller.
 PERIODS: Final = {
     # Serve's controller asks Ray for all nodes, and looks at every replica: 10 times a second without this.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",

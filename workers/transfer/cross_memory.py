@@ -1,9 +1,10 @@
 """Blocks between processes of one machine: process_vm_readv(2) copies from the owner's pool into ours.
 
-One copy, no staging, no work for the owner, not even while it is stopped. The pool stays in private huge
-pages. Where the owner's memory lies comes over the greeted connection; that it is the memory of that very
-process is proven by random bytes which every call reads along: a number of a process means another one in
-another container, and can be given to another one after its end.
+One copy, no staging, no work for the owner, not even while it is stopped. Nothing is mapped for it: the pool
+may lie in memory of its process alone, or in what the ranks of its group share. Where the owner's memory lies
+comes over the greeted connection; that it is the memory of that very process is proven by random bytes which
+every call reads along: a number of a process means another one in another container, and can be given to
+another one after its end.
 """
 
 from __future__ import annotations
