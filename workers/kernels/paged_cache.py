@@ -111,14 +111,25 @@ class PagedCache:
         """Copies keys and values of the slots (block * block_size + offset) `sources`, all at once, to
         `targets`: of all heads and layers.
 
-        Slot by slot: there are few, and on the host an index of all of them makes threads of torch's own,
+        On the host slot by slot: there are few, and an index of all of them makes threads of torch's own,
         which wait behind those of the kernels.
         """
+        if self.device.type != "cpu":  # two kernels, instead of two launches a slot
+            self._move_at_once(sources, targets)
+            return
         for rows in (self.numbers, self.scales):
             if rows is not None:
                 moved = [self._slot(rows, source).clone() for source in sources]
                 for target, row in zip(targets, moved, strict=True):
                     self._slot(rows, target).copy_(row)
+
+    def _move_at_once(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        every, size = slice(None), self.block_size
+        there, here = (torch.tensor(slots, device=self.device) for slots in (sources, targets))
+        for rows in (self.numbers, self.scales):
+            if rows is not None:
+                moved = rows[there // size, every, every, every, there % size]
+                rows[here // size, every, every, every, here % size] = moved
 
     def _slot(self, rows: torch.Tensor, slot: int) -> torch.Tensor:
         block, offset = divmod(slot, self.block_size)

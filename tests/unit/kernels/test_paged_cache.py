@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.kernels.batches import make_pool
 from workers.kernels import CacheForm, PagedCache
@@ -46,12 +48,15 @@ def test_what_no_scale_holds_is_seen(bad: float) -> None:
     assert dequantize_rows(codes, scales).isnan().all(-1).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("move", [PagedCache.move_rows, PagedCache._move_at_once])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_rows_move_with_their_scales(dtype: torch.dtype) -> None:
+def test_rows_move_with_their_scales(
+    dtype: torch.dtype, move: Callable[[PagedCache, Sequence[int], Sequence[int]], None]
+) -> None:
     pool = make_pool(6, 2, 4, 8, dtype)
     before = pool.clone()
     sources, targets = (5, 6, 23), (4, 5, 0)  # one is both
-    pool.move_rows(sources, targets)
+    move(pool, sources, targets)
     for source, target in zip(sources, targets, strict=True):
         for rows, old in ((pool.numbers, before.numbers), (pool.scales, before.scales)):
             if rows is not None and old is not None:
@@ -59,6 +64,22 @@ def test_rows_move_with_their_scales(dtype: torch.dtype) -> None:
                 assert torch.equal(moved, old[source // 4, :, :, :, source % 4])
     changed = (pool.memory != before.memory).any(1).nonzero().flatten().tolist()
     assert changed == [0, 1]
+
+
+def test_on_a_device_more_rows_are_not_more_launches() -> None:
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    pool = make_pool(6, 2, 4, 8, torch.int8).clone(torch.device("meta"))
+    launches = []
+    for count in (2, 8):
+        found: list[str] = []
+        with Operators():
+            pool.move_rows(range(count), range(count, 2 * count))
+        launches.append(found)
+    assert launches[0] == launches[1] and found.count("aten.index_put_.default") == 2
 
 
 def test_memory_of_another_size_is_refused() -> None:
