@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from threading import Thread
@@ -127,6 +129,30 @@ def test_a_wait_ends_by_the_timeout_of_the_system(ends: tuple[socket.socket, soc
     ends[1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 100_000))
     with pytest.raises(BlockingIOError):
         pool.stream([0], 0, 8192).receive(ends[1].fileno(), PATIENCE_S)
+
+
+def test_signals_do_not_lengthen_a_wait(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Each begins that of the system anew."""
+    waiting, is_over = threading.get_ident(), threading.Event()
+
+    def disturb() -> None:
+        for _ in range(100):  # 2 s
+            if is_over.wait(0.02):
+                return
+            signal.pthread_kill(waiting, signal.SIGUSR1)
+        ends[0].close()
+
+    ends[1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 300_000))
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    disturbing = Thread(target=disturb)
+    disturbing.start()
+    try:
+        with pytest.raises(TimeoutError):
+            Pool(8192, 1).stream([0], 0, 8192).receive(ends[1].fileno(), 0.3)
+    finally:
+        is_over.set()
+        disturbing.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_piece_that_comes_drop_by_drop_is_not_waited_for(ends: tuple[socket.socket, socket.socket]) -> None:

@@ -45,9 +45,9 @@ struct BlockStream {
       iovec parts[MAX_PARTS];
       msghdr message = next(parts, RECEIVE_BYTES, RECEIVE_BYTES);
       const long block = done / num_bytes, got = recvmsg(socket, &message, 0);
-      if (got < 0 && errno == EINTR) continue;
-      if (got <= 0) return got < 0 ? -errno : -ENOTCONN;
-      advance(got);
+      if (got == 0) return -ENOTCONN;
+      if (got < 0 && errno != EINTR) return -errno;  // a signal: time goes on, and the socket's own timeout begins anew
+      if (got > 0) advance(got);
       if (done / num_bytes != block) begun = Clock::now();
       else if (Clock::now() - begun > timeout) return -ETIMEDOUT;
     }
