@@ -9,6 +9,12 @@ from workers.runtime.agreement import Decide
 from workers.runtime.handshake import Facts
 
 PATIENCE_S = 20.0
+# What is said of rank 0's memory, that is not so, and why it is refused.
+WRONG_PLACES = [
+    ("label", "00" * 32, "the memory that was found is not that of rank 0"),
+    ("path", "/proc/1/fd/999999", "No such file or directory"),
+    ("path", "/etc/passwd", "'/etc/passwd' is no memory of a process"),
+]
 
 
 class Meeting:

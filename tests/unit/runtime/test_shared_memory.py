@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.unit.runtime.meeting import PATIENCE_S, Meeting
+from tests.unit.runtime.meeting import PATIENCE_S, WRONG_PLACES, Meeting
 from workers.kernels import KernelsUnavailable, Library, SharedCollective, load_library
 from workers.runtime.handshake import Facts
 from workers.runtime.shared_memory import Place, follow, lead
@@ -74,19 +74,12 @@ def test_one_rank_without_a_compiler_and_none_shares(rank: int, caplog: pytest.L
     ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ({"label": "00" * 32}, "the memory that was found is not that of rank 0"),
-        ({"path": "/proc/1/fd/999999"}, "No such file or directory"),
-        ({"path": "/etc/passwd"}, "'/etc/passwd' is no memory of a process"),
-    ],
-)
+@pytest.mark.parametrize(("what", "wrong", "why"), WRONG_PLACES)
 def test_memory_that_is_not_of_rank_0_is_not_used(
-    wrong: Facts, why: str, caplog: pytest.LogCaptureFixture
+    what: str, wrong: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def change(facts: Facts) -> Facts:
-        return {**facts, **wrong} if "path" in facts else facts
+        return {**facts, what: wrong} if "path" in facts else facts
 
     assert meet(2, change=change) == [None] * 2
     (message,) = caplog.messages

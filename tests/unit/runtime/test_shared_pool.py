@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.runtime.meeting import Meeting
+from tests.unit.runtime.meeting import WRONG_PLACES, Meeting
 from workers.engine.step import GroupFailed
 from workers.kernels import AttentionPart, KernelsUnavailable, Library, load_library
 from workers.kernels.memory import HUGE_PAGE_BYTES
@@ -128,19 +128,12 @@ def test_one_rank_that_cannot_and_none_shares(
     assert message.startswith(f"the ranks do not share their attention: rank {rank}: ") and why in message
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ({"label 0": "00" * 32}, "the memory that was found is not that of rank 0"),
-        ({"path 0": "/proc/1/fd/999999"}, "No such file or directory"),
-        ({"path 0": "/etc/passwd"}, "'/etc/passwd' is no memory of a process"),
-    ],
-)
+@pytest.mark.parametrize(("what", "wrong", "why"), WRONG_PLACES)
 def test_memory_that_is_not_that_ranks_is_not_used(
-    wrong: Facts, why: str, caplog: pytest.LogCaptureFixture
+    what: str, wrong: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def change(facts: Facts) -> Facts:
-        return {**facts, **wrong} if "path 0" in facts else facts
+        return {**facts, f"{what} 0": wrong} if "path 0" in facts else facts
 
     assert meet(2, change=change) == [None] * 2
     (message,) = caplog.messages
