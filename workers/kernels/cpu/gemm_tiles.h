@@ -30,22 +30,29 @@ inline void pack_tiled_unit(const bf16* weight, const Units& units, size_t u, ch
           }
 }
 
-// 16 rows at a0, and with TWO 16 more at a1, times 32 columns and 32 inputs at b. Sums in tiles 0 to 3. FETCH: b comes from
-// memory, so what follows is asked for.
-template <bool TWO, bool FETCH> inline void tile_step(Tiles& tiles, const char* a0, const char* a1, size_t a_row, const char* b) {
+// Asks for LINES lines of what follows b, from line FROM on, where b comes from memory.
+template <bool FETCH, int FROM, int LINES> inline __attribute__((always_inline)) void fetch_lines(const char* b) {
   if constexpr (FETCH)
-#pragma GCC unroll 32
-    for (size_t i = 0; i < 2 * TILE_BYTES; i += 64) _mm_prefetch(b + TILE_BYTES + i, _MM_HINT_T0);
+#pragma GCC unroll 16
+    for (int i = FROM; i < FROM + LINES; i++) _mm_prefetch(b + TILE_BYTES + i * 64, _MM_HINT_T0);
+}
+// 16 rows at a0, and with TWO 16 more at a1, times 32 columns and 32 inputs at b. Sums in tiles 0 to 3. What is asked for
+// is spread over the step: asked for at once, it would keep the loads of tiles waiting.
+template <bool TWO, bool FETCH> inline void tile_step(Tiles& tiles, const char* a0, const char* a1, size_t a_row, const char* b) {
   tiles.load<6>(b, 64);
-  tiles.load<7>(b + TILE_BYTES, 64);
+  fetch_lines<FETCH, 0, 8>(b);
   tiles.load<4>(a0, a_row);
   tiles.multiply<0, 4, 6>();
+  tiles.load<7>(b + TILE_BYTES, 64);
+  fetch_lines<FETCH, 8, 8>(b);
   tiles.multiply<1, 4, 7>();
+  fetch_lines<FETCH, 16, 8>(b);
   if constexpr (TWO) {
     tiles.load<5>(a1, a_row);
     tiles.multiply<2, 5, 6>();
-    tiles.multiply<3, 5, 7>();
   }
+  fetch_lines<FETCH, 24, 8>(b);
+  if constexpr (TWO) tiles.multiply<3, 5, 7>();
 }
 // The rows from first0 on, and with TWO those from first1 on, of a times 32 columns; c rows are UNIT wide. tails: the last
 // inputs of every row, filled up to 32 with zeros, where k is no multiple of 32.
