@@ -30,6 +30,52 @@ template <class T> inline void rotate_head(const T* in, T* out, const float* cos
     put(out[i + half], b * cos[i] + a * sin[i]);
   }
 }
+#ifdef __AVX512BF16__
+// The same in vectors: 16 elements at a time, what is not there as zeros.
+struct SomeOf {  // of n elements, 16 from i on
+  const __mmask16 mask;
+  SomeOf(size_t n, size_t i) : mask(n - i >= 16 ? 0xffff : __mmask16((1u << (n - i)) - 1)) {}
+  __m512 floats(const bf16* from) const { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16); }
+  __m512 floats(const float* from) const { return _mm512_maskz_loadu_ps(mask, from); }
+  __m512 put(__m512 values, bf16* to) const {
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(values);
+    _mm256_mask_storeu_epi16(to, mask, rounded);
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+  }
+};
+template <class F> inline void rms_norm_from(const bf16* weight, float eps, bf16* out, size_t n, float* row, F value) {
+  __m512 squares = _mm512_setzero_ps();
+  for (size_t i = 0; i < n; i += 16) {
+    const SomeOf some(n, i);
+    const __m512 x = value(some, i);
+    _mm512_mask_storeu_ps(row + i, some.mask, x);
+    squares = _mm512_add_ps(squares, _mm512_mul_ps(x, x));
+  }
+  alignas(64) float lane[16];
+  _mm512_store_ps(lane, squares);
+  const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(join_lanes(lane) / float(n) + eps));
+  for (size_t i = 0; i < n; i += 16) {
+    const SomeOf some(n, i);
+    some.put(_mm512_mul_ps(_mm512_mul_ps(some.floats(row + i), scale), some.floats(weight + i)), out + i);
+  }
+}
+inline void rms_norm_row(const bf16* x, const bf16* weight, float eps, bf16* out, size_t n, float* row) {
+  rms_norm_from(weight, eps, out, n, row, [&](const SomeOf& some, size_t i) { return some.floats(x + i); });
+}
+inline void add_rms_norm_row(const bf16* x, bf16* residual, const bf16* weight, float eps, bf16* out, size_t n, float* row) {
+  rms_norm_from(weight, eps, out, n, row, [&](const SomeOf& some, size_t i) {
+    return some.put(_mm512_add_ps(some.floats(residual + i), some.floats(x + i)), residual + i);
+  });
+}
+inline void rotate_head(const bf16* in, bf16* out, const float* cos, const float* sin, size_t half) {
+  for (size_t i = 0; i < half; i += 16) {
+    const SomeOf some(half, i);
+    const __m512 a = some.floats(in + i), b = some.floats(in + i + half), c = some.floats(cos + i), s = some.floats(sin + i);
+    some.put(_mm512_sub_ps(_mm512_mul_ps(a, c), _mm512_mul_ps(b, s)), out + i);
+    some.put(_mm512_add_ps(_mm512_mul_ps(b, c), _mm512_mul_ps(a, s)), out + i + half);
+  }
+}
+#endif
 inline float sigmoid(float x) {
   float e = exp_(x < 0.f ? x : -x);
   return (x < 0.f ? e : 1.f) / (1.f + e);

@@ -64,6 +64,12 @@ inline float tanh_(float x) {
   return x < 0.f ? -t : t;
 }
 
+// The sum of 16 lanes.
+inline float join_lanes(float* lane) {
+  for (size_t step = 8; step; step /= 2)
+    for (size_t j = 0; j < step; j++) lane[j] += lane[j + step];
+  return lane[0];
+}
 // Sum over n elements in 16 fixed lanes: the order depends on n alone.
 template <class F> inline float lane_sum(size_t n, F value) {
   float lane[16] = {};
@@ -71,7 +77,5 @@ template <class F> inline float lane_sum(size_t n, F value) {
   for (size_t i = 0; i < whole; i += 16)
     for (size_t j = 0; j < 16; j++) lane[j] += value(i + j);
   for (size_t i = whole; i < n; i++) lane[i - whole] += value(i);
-  for (size_t step = 8; step; step /= 2)
-    for (size_t j = 0; j < step; j++) lane[j] += lane[j + step];
-  return lane[0];
+  return join_lanes(lane);
 }

@@ -14,6 +14,7 @@
 #include "barrier.h"
 #include "collective.h"
 #include "draw.h"
+#include "huge.h"
 #include "layout.h"
 #include "region.h"
 #include "rows.h"
@@ -68,14 +69,14 @@ struct StepInput {
 struct StepScratch {
   StepLayout layout;
   std::vector<std::vector<AttentionTask>> tasks;  // of this rank, or of all that help each other
-  std::vector<bf16> residual, normed, qkv, attended, wide, mixed, kept;
-  std::vector<float> nodes;    // of this rank (nodes, rows, hidden)
-  std::vector<CacheLine> prepared;  // rows for quantized weights, of one linear at a time
+  HugeVector<bf16> residual, normed, qkv, attended, wide, mixed, kept;
+  HugeVector<float> nodes;    // of this rank (nodes, rows, hidden)
+  HugeVector<CacheLine> prepared;  // rows for quantized weights, of one linear at a time
   std::vector<DrawScratch> drawing;  // of each thread
   std::unique_ptr<std::atomic<long>[]> counters;
   long num_counters = 0;
   void fit(const Model& m, long tokens, long team, bool shares) {
-    auto grow = [](std::vector<bf16>& v, long n) { if (long(v.size()) < n) v.resize(n); };
+    auto grow = [](HugeVector<bf16>& v, long n) { if (long(v.size()) < n) v.resize(n); };
     grow(residual, tokens * m.hidden), grow(normed, tokens * m.hidden), grow(mixed, tokens * m.hidden), grow(kept, tokens * m.hidden);
     if (!shares) grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d), grow(attended, tokens * m.heads * m.d);
     grow(wide, tokens * 3 * m.inner);
