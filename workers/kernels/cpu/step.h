@@ -65,6 +65,17 @@ struct StepInput {
   bf16* hidden;       // (logit rows, hidden): what the head is given
 };
 
+// What a thread keeps from step to step.
+struct ThreadScratch {
+  std::vector<float> row;
+  std::vector<CacheLine> few;  // rows prepared for quantized weights
+  std::vector<bf16> own_rows;  // residual and norms
+  AttentionScratch attention;
+  LinearScratch sums;
+  DrawScratch drawing;
+  explicit ThreadScratch(const Model& m) : row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d) {}
+};
+
 // Buffers that live as long as the model; they grow to the largest step.
 struct StepScratch {
   StepLayout layout;
@@ -72,7 +83,7 @@ struct StepScratch {
   HugeVector<bf16> residual, normed, qkv, attended, wide, mixed, kept;
   HugeVector<float> nodes;    // of this rank (nodes, rows, hidden)
   HugeVector<CacheLine> prepared;  // rows for quantized weights, of one linear at a time
-  std::vector<DrawScratch> drawing;  // of each thread
+  std::vector<std::unique_ptr<ThreadScratch>> threads;
   std::unique_ptr<std::atomic<long>[]> counters;
   long num_counters = 0;
   void fit(const Model& m, long tokens, long team, bool shares) {
@@ -87,7 +98,7 @@ struct StepScratch {
     for (long l = 0; l < m.num_layers; l++) consider(m.layers[l].qkv), consider(m.layers[l].output), consider(m.layers[l].up), consider(m.layers[l].down);
     consider(m.head);
     if (const size_t wanted = prepared_lines(tokens, row_bytes); prepared.size() < wanted) prepared.resize(wanted);
-    if (long(drawing.size()) < team) drawing.resize(team);
+    while (long(threads.size()) < team) threads.push_back(std::make_unique<ThreadScratch>(m));
     const long wanted = (m.num_layers + 1) * 5 * team;
     if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
     for (long i = 0; i < num_counters; i++) counters[i].store(0, std::memory_order_relaxed);
@@ -119,9 +130,8 @@ inline void find_tasks(const Model& m, const StepInput& in, StepScratch& s, bool
 template <class S> class StepWalk {
  public:
   StepWalk(const Model& m, const StepInput& in, StepScratch& s, Barrier& together, bool shares)
-      : m(m), in(in), s(s), at(s.layout), together(together), row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d),
-        thread(omp_get_thread_num()), team(omp_get_num_threads()), rows(at.tokens),
-        most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART), shares(shares),
+      : m(m), in(in), s(s), at(s.layout), together(together), thread(omp_get_thread_num()), team(omp_get_num_threads()),
+        mine(*s.threads[thread]), rows(at.tokens), most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART), shares(shares),
         own(shares ? m.parts[m.collective->rank] : AttentionPart{in.pool, s.qkv.data(), s.attended.data(), m.heads, m.kv_heads}) {}
 
   void run() {
@@ -153,7 +163,7 @@ template <class S> class StepWalk {
     linear(m.head, normed, in.logits);
     const long columns = m.head.columns;
     if (in.draws)
-      each_row([&](long r) { in.ids[r] = draw_id(in.logits + r * columns, columns, in.draws[r], true, s.drawing[thread]); });
+      each_row([&](long r) { in.ids[r] = draw_id(in.logits + r * columns, columns, in.draws[r], true, mine.drawing); });
   }
 
  private:
@@ -162,15 +172,11 @@ template <class S> class StepWalk {
   StepScratch& s;
   const StepLayout& at;
   Barrier& together;
-  std::vector<float> row;
-  std::vector<CacheLine> few;  // rows prepared for quantized weights
-  AttentionScratch attention;
-  LinearScratch sums;
   const long thread, team;
+  ThreadScratch& mine;
   long rows;
   const long most_rows;
   const bool apart;             // every thread has a residual and norms of its own
-  std::vector<bf16> own_rows;   // they
   bf16 *residual, *normed;      // (rows, hidden)
   const bool shares;            // ranks do attention tasks for each other
   const AttentionPart own;
@@ -187,9 +193,9 @@ template <class S> class StepWalk {
     for (long r = 0; r < rows; r++) body(r);
   }
   void take_apart() {
-    own_rows.resize(size_t(2 * most_rows * m.hidden));
-    memcpy(own_rows.data(), residual, size_t(rows * m.hidden) * 2);
-    residual = own_rows.data(), normed = residual + most_rows * m.hidden;
+    if (const size_t wanted = size_t(2 * most_rows * m.hidden); mine.own_rows.size() < wanted) mine.own_rows.resize(wanted);
+    memcpy(mine.own_rows.data(), residual, size_t(rows * m.hidden) * 2);
+    residual = mine.own_rows.data(), normed = residual + most_rows * m.hidden;
   }
   // Each thread has its own part of the tasks, in order, so that it reads one stream; then it helps the others.
   template <class F> void each_task(long count, F body) {
@@ -202,7 +208,7 @@ template <class S> class StepWalk {
   }
   template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) {
     const LinearRows input = rows_for(w, x);
-    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, sums, out); });
+    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, mine.sums, out); });
   }
   LinearRows rows_for(const PackedWeights& w, const bf16* x) {
     return {is_quantized(w) ? prepared(w, x) : (const char*)x, input_bytes(w)};
@@ -217,15 +223,15 @@ template <class S> class StepWalk {
       });
     }
     const LinearRows input = rows_for(w, normed);
-    each_task(gated_tasks(w, rows), [&](long i) { gated_task(w, input, rows, i, sums, gated); });
+    each_task(gated_tasks(w, rows), [&](long i) { gated_task(w, input, rows, i, mine.sums, gated); });
   }
   // Few rows are prepared by every thread for itself, which takes less time than to wait for another.
   const char* prepared(const PackedWeights& w, const bf16* x) {
     const size_t bytes = input_bytes(w);
     if (rows <= team) {
-      if (const size_t wanted = prepared_lines(rows, bytes); few.size() < wanted) few.resize(wanted);
-      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, (char*)few.data(), size_t(r));
-      return (const char*)few.data();
+      if (const size_t wanted = prepared_lines(rows, bytes); mine.few.size() < wanted) mine.few.resize(wanted);
+      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, (char*)mine.few.data(), size_t(r));
+      return (const char*)mine.few.data();
     }
     char* all = (char*)s.prepared.data();
     each_row([&](long r) { prepare_row(w, x + r * w.k, all, size_t(r)); });
@@ -256,11 +262,11 @@ template <class S> class StepWalk {
     else std::fill(to, to + m.hidden, bf16());
   }
   void norm(const bf16* x, const bf16* weight, long r) {
-    rms_norm_row(x, weight, float(m.eps), normed + r * m.hidden, m.hidden, row.data());
+    rms_norm_row(x, weight, float(m.eps), normed + r * m.hidden, m.hidden, mine.row.data());
   }
   void add_norm(const bf16* weight, long r) {
     add_rms_norm_row(s.mixed.data() + r * m.hidden, residual + r * m.hidden, weight, float(m.eps), normed + r * m.hidden,
-                     m.hidden, row.data());
+                     m.hidden, mine.row.data());
   }
   // Rows without logits end here.
   void keep(const bf16* attended) {
@@ -281,10 +287,10 @@ template <class S> class StepWalk {
     const bf16* v = k + m.kv_heads * m.d;
     if (w.query_norm)
       for (long h = 0; h < m.heads + m.kv_heads; h++)
-        rms_norm_row(q + h * m.d, h < m.heads ? w.query_norm : w.key_norm, float(m.eps), q + h * m.d, m.d, row.data());
+        rms_norm_row(q + h * m.d, h < m.heads ? w.query_norm : w.key_norm, float(m.eps), q + h * m.d, m.d, mine.row.data());
     const long turn = at.positions[r] * in.half;
     rotate_and_write(q, k, v, in.cos + turn, in.sin + turn, in.half, m.heads, m.kv_heads, m.d, at.slots[r], cache(own, layer),
-                     (bf16*)row.data());
+                     (bf16*)mine.row.data());
   }
   Attention<bf16, S> attention_of(const AttentionPart& part, const LayerWeights& w, long layer) const {
     return {part.qkv, (part.heads + 2 * part.kv_heads) * m.d, part.attended, cache(part, layer), at.query_starts.data(), at.context_lens.data(),
@@ -295,7 +301,7 @@ template <class S> class StepWalk {
     if (shares) return attend_together(w, layer);
     const auto a = attention_of(own, w, layer);
     const auto& tasks = s.tasks[0];
-    each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), attention); });
+    each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), mine.attention); });
   }
   // Ranks with less to do take over tasks of the others, which all of them would wait for.
   void attend_together(const LayerWeights& w, long layer) {
@@ -306,7 +312,7 @@ template <class S> class StepWalk {
     together.wait();
     const auto a = attention_of(own, w, layer);
     for (TaskBoard::Run run; (run = board.take_first(uint32_t(2 * team))).first < run.end;)
-      for (long i = run.first; i < run.end; i++, board.finish()) attend(a, tasks[i], after(tasks, i), attention);
+      for (long i = run.first; i < run.end; i++, board.finish()) attend(a, tasks[i], after(tasks, i), mine.attention);
     for (int next = 1; next < group.ranks; next++) help((group.rank + next) % group.ranks, w, layer);
     if (thread == 0) group.wait_done(uint32_t(tasks.size()));
     together.wait();
@@ -322,7 +328,7 @@ template <class S> class StepWalk {
     TaskBoard& board = group.board(rank);
     const auto a = attention_of(m.parts[rank], w, layer);
     for (TaskBoard::Run run; (run = board.take_last(group.rank)).first < run.end; board.finish())
-      attend(a, tasks[run.first], run.first ? &tasks[run.first - 1] : nullptr, attention);
+      attend(a, tasks[run.first], run.first ? &tasks[run.first - 1] : nullptr, mine.attention);
   }
 };
 
