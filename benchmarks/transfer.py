@@ -1,19 +1,20 @@
 """Speed of moving KV blocks between two processes, beside memcpy and a bare loopback socket in the same run.
 
-    python -m benchmarks.transfer [--blocks 1,32,1024] [--runs N] [--json]
+    python -m benchmarks.transfer [--blocks 1,32,1024] [--runs N] [--cores apart|one|any] [--json]
 
 Blocks are those of SmolLM2 in bf16: 16 tokens, 368,640 bytes, at random places of pools in huge pages. Every
 run measures every subject in turn, one after the other:
 
     memcpy    the same number of blocks inside this process, one thread
     loopback  as many bytes over a bare TCP socket: one message asks for them, sendall is the answer
+    awake     the same, and who asks takes what has come over and over and never sleeps
     others    the transports, until the last byte is checked; `order`: the fastest, by the agent's thread
 
 Memcpy and the transports move the same blocks. The bare socket moves one run of as many bytes from a random
 place to a random place: at fixed places (as it was once) its bytes come from the caches of both ends and
-theirs from memory. It compares nothing, neither generations nor checksums. Each process has half of the
-processors to itself, as groups have: with all of them, on a machine of two, the scheduler puts both now on
-one and now on two, and the bare socket takes 90 or 160 us for one block.
+theirs from memory. It compares nothing, neither generations nor checksums. With `--cores apart` each process
+has half of the processors to itself, as groups have; with `one` both share the first one, and nobody has to
+be woken on another; with `any` the scheduler decides, and may change its mind from run to run.
 
 GB/s are medians over the runs, ratios are medians of the ratios of one run. The last line of output is JSON:
 {"rows": [{"blocks", "subject", "gb_per_s", "of_memcpy", "of_loopback", "samples": GB/s}, ...], "machine"}.
@@ -22,6 +23,7 @@ GB/s are medians over the runs, ratios are medians of the ratios of one run. The
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -48,7 +50,7 @@ from workers.kernels.memory import huge_bytes
 from workers.transfer.agent import Agent
 from workers.transfer.choice import TRANSPORTS, choose
 from workers.transfer.layout import KVLayout, reads
-from workers.transfer.link import Endpoint, PeerLink
+from workers.transfer.link import Endpoint, PeerLink, limit_waits
 from workers.transfer.pool_bytes import PoolBytes, find_library
 from workers.transfer.puller import Order, SourceGroup, TransferSettings
 from workers.transfer.transport import Reader, TransferFailed
@@ -67,6 +69,7 @@ LAYOUT = KVLayout(
 )
 BLOCK_BYTES = LAYOUT.block_bytes(0)
 TIMEOUT_S = 30.0
+STOP_S = 5.0
 _RUN = struct.Struct("<QQ")
 RUN_BYTES = 64 * BLOCK_BYTES  # few blocks are read several times in a run, so that one takes milliseconds
 
@@ -91,11 +94,14 @@ def make_settings(secret: bytes) -> TransferSettings:
     return TransferSettings(secret=secret, machine="this", transports=TRANSPORTS, timeout_s=TIMEOUT_S)
 
 
-def take_half(*, is_first: bool) -> None:
-    """This process runs on the first or the last half of the processors."""
+def take_cores(cores: str, *, is_first: bool) -> None:
+    """This process runs on the first or the last half of the processors, or on the first one, or on any."""
     allowed = sorted(os.sched_getaffinity(0))
     half = len(allowed) // 2
-    os.sched_setaffinity(0, set(allowed[:half] if is_first else allowed[half:]) or allowed)
+    if cores == "one":
+        os.sched_setaffinity(0, allowed[:1])
+    elif cores == "apart" and half:
+        os.sched_setaffinity(0, allowed[:half] if is_first else allowed[half:])
 
 
 def own_blocks(num_blocks: int) -> None:
@@ -104,10 +110,14 @@ def own_blocks(num_blocks: int) -> None:
     pool = make_pool(num_blocks)
     agent = make_agent(pool, make_settings(secret))
     raw = socket.create_server(("127.0.0.1", 0))
-    Thread(target=send_raw, args=(raw, pool.view(-1).numpy().data), daemon=True).start()
+    senders = [Thread(target=send_raw, args=(raw, pool.view(-1).numpy().data), daemon=True) for _ in range(2)]
+    for sender in senders:
+        sender.start()
     print(json.dumps([agent.endpoint.port, raw.getsockname()[1]]), flush=True)
     sys.stdin.read()
     agent.close()
+    for sender in senders:  # a thread that is ended by the end of the interpreter may abort the process
+        sender.join(STOP_S)
 
 
 def send_raw(listener: socket.socket, data: memoryview) -> None:
@@ -132,14 +142,18 @@ class Bench:
         self._source = SourceGroup(LAYOUT, (Endpoint("127.0.0.1", port),))
         self._pool, self._copied = make_pool(num_blocks), make_pool(num_blocks)
         self._bytes = PoolBytes(self._pool, find_library())
-        self._raw = socket.create_connection(("127.0.0.1", raw_port), timeout=TIMEOUT_S)
+        self._raw, self._awake = (
+            socket.create_connection(("127.0.0.1", raw_port), timeout=TIMEOUT_S) for _ in range(2)
+        )
+        limit_waits(self._awake, TIMEOUT_S, TIMEOUT_S)
         self._pieces = reads(LAYOUT, 0, LAYOUT)
         settings = make_settings(secret)
         self._agent = make_agent(self._pool, settings)
         self._readers: list[Reader] = []
         self.subjects: dict[str, Callable[[Sequence[BlockRead]], None]] = {
             "memcpy": self._memcpy,
-            "loopback": self._loopback,
+            "loopback": partial(self._loopback, self._raw, 0),
+            "awake": partial(self._loopback, self._awake, socket.MSG_DONTWAIT),
         }
         for name in TRANSPORTS:
             link = PeerLink(self._source.endpoints[0], secret, timeout_s=TIMEOUT_S)
@@ -164,6 +178,7 @@ class Bench:
             reader.close()
         self._agent.close()
         self._raw.close()
+        self._awake.close()
 
     def _read(self, reader: Reader, blocks: Sequence[BlockRead]) -> None:
         reader.read(blocks, self._pieces)
@@ -173,13 +188,14 @@ class Bench:
         for block in blocks:
             ctypes.memmove(own + block.own * BLOCK_BYTES, source + block.source * BLOCK_BYTES, BLOCK_BYTES)
 
-    def _loopback(self, blocks: Sequence[BlockRead]) -> None:
+    def _loopback(self, raw: socket.socket, flags: int, blocks: Sequence[BlockRead]) -> None:
         num_bytes, last = len(blocks) * BLOCK_BYTES, self._num_blocks - len(blocks)
         there, here = (min(place, last) * BLOCK_BYTES for place in (blocks[0].source, blocks[0].own))
         target = self._pool.view(-1).numpy().data[here : here + num_bytes]
-        self._raw.sendall(_RUN.pack(there, num_bytes))
+        raw.sendall(_RUN.pack(there, num_bytes))
         while target.nbytes:
-            target = target[self._raw.recv_into(target) :]
+            with contextlib.suppress(BlockingIOError):
+                target = target[raw.recv_into(target, 0, flags) :]
 
     def _order(self, blocks: Sequence[BlockRead]) -> None:
         ends: Queue[TransferFailed | None] = Queue()
@@ -214,18 +230,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer")
     parser.add_argument("--blocks", default="1,32,1024", help="blocks read at once")
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--cores", choices=("apart", "one", "any"), default="apart", help="of both processes")
     parser.add_argument("--json", action="store_true", help="no table on stdout, only the JSON line")
     parser.add_argument("--own", type=int, help=argparse.SUPPRESS)  # the other process: blocks of its pool
     options = parser.parse_args()
     torch.set_num_threads(1)
-    take_half(is_first=options.own is None)
     if options.own is not None:
+        take_cores(options.cores, is_first=False)
         own_blocks(options.own)
         return
     sizes = [int(size) for size in options.blocks.split(",")]
     num_blocks = max(256, *sizes)
-    command = [sys.executable, "-m", "benchmarks.transfer", "--own", str(num_blocks)]
+    own = (f"--own={num_blocks}", f"--cores={options.cores}")
+    command = [sys.executable, "-m", "benchmarks.transfer", *own]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        take_cores(options.cores, is_first=True)  # the other one would inherit it
         try:
             bench = Bench(owner, num_blocks)
             rows = measure(bench, sizes, options.runs)
