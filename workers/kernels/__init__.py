@@ -1,7 +1,7 @@
 """Operators of the decoder: a torch reference for any device, C++ for the CPU, Triton for GPUs."""
 
 from workers.kernels.batch import StepBatch, build_batch, check_range, fill_ids
-from workers.kernels.block_stream import BlockStream
+from workers.kernels.block_stream import BlockAnswer, BlockStream
 from workers.kernels.choose import kernels_for, load_library
 from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
 from workers.kernels.compiler import KernelsUnavailable
@@ -43,6 +43,7 @@ __all__ = [
     "MAX_LOGIT_ROWS",
     "NOT_FINITE",
     "AttentionPart",
+    "BlockAnswer",
     "BlockStream",
     "CacheForm",
     "CollectiveFailed",

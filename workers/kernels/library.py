@@ -61,8 +61,10 @@ class Library:
         self.map_shared = entry("map_shared", FLAG, SIZE, returns=SIZE)
         self.collapse_shared = entry("collapse_shared", POINTER, SIZE, returns=FLAG)
         self.unmap_shared = entry("unmap_shared", POINTER, SIZE)
-        self.send_blocks = entry("send_blocks", POINTER, FLAG, SIZE, returns=SIZE)
-        self.receive_blocks = entry("receive_blocks", POINTER, FLAG, c_double, returns=SIZE)
+        self.send_answer = entry("send_answer", POINTER, FLAG, SIZE, returns=SIZE)
+        self.receive_answer = entry(
+            "receive_answer", POINTER, FLAG, c_double, POINTER, SIZE, POINTER, SIZE, returns=SIZE
+        )
         self.has_linear = bool(entry("has_linear", returns=FLAG)())
         self.has_quantized = bool(entry("has_quantized", returns=FLAG)())
         if self.has_linear:  # where the CPU has AVX512-BF16, or AVX2 and FMA

@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import time
+from array import array
 from typing import NamedTuple
 
 from workers.framing import HEADER_BYTES
@@ -59,6 +60,7 @@ class PeerLink:
         self._timeout_s = timeout_s
         self._cancelled = False
         self._number = 0
+        self._frame = array("B", bytes(HEADER_BYTES - 1 + MAX_FRAME_BYTES))  # for C++
         try:
             self._socket = socket.create_connection(endpoint, timeout=timeout_s)
         except OSError as error:
@@ -92,16 +94,9 @@ class PeerLink:
         """One frame. Raises TransferFailed, also with what a REFUSED says."""
         header = bytearray(HEADER_BYTES)
         self.receive_into(memoryview(header))
-        try:
-            body = bytearray(PROTOCOL.frame_length(header, max_frame_bytes) - 1)
-            self.receive_into(memoryview(body))
-            message = PROTOCOL.decode(header[4], body)
-        except MessageError as error:
-            raise self._failed(Reason.PROTOCOL, str(error)) from error
-        if isinstance(message, Refused):
-            known = {reason.value: reason for reason in Reason}
-            raise self._failed(known.get(message.reason, Reason.REFUSED), message.message)
-        return message
+        body = bytearray(self._frame_length(header, max_frame_bytes) - 1)
+        self.receive_into(memoryview(body))
+        return self._message(header[-1], body)
 
     def receive_into(self, target: memoryview) -> None:
         """Fills all of it. Raises TransferFailed."""
@@ -118,15 +113,20 @@ class PeerLink:
             if target.nbytes and time.monotonic() > deadline_s:
                 raise self._lost(TimeoutError())
 
-    def receive_blocks(self, stream: BlockStream) -> None:
-        """Fills all of it. Raises TransferFailed."""
+    def receive_blocks(self, before: Message, stream: BlockStream) -> Message:
+        """Takes `before`, fills all of the stream, and returns the message behind it; or what came instead
+        of `before`: then nothing is filled. Raises TransferFailed.
+        """
         self.raise_if_cancelled()
         try:
-            stream.receive(self._socket.fileno(), self._timeout_s)
+            stream.receive(self._socket.fileno(), self._timeout_s, encode(before), self._frame)
         except OSError as error:
             raise self._lost(error) from error
         except EOFError as error:
             raise self._ended() from error
+        header = self._frame[:HEADER_BYTES].tobytes()
+        body_bytes = self._frame_length(header, MAX_FRAME_BYTES) - 1
+        return self._message(header[-1], self._frame[HEADER_BYTES : HEADER_BYTES + body_bytes].tobytes())
 
     def unexpected(self, message: Message) -> TransferFailed:
         """The error for an answer that does not belong here."""
@@ -162,6 +162,22 @@ class PeerLink:
         if not hmac.compare_digest(welcome.mac, welcome_mac(key, challenge.nonce, nonce, welcome.facts)):
             raise self._failed(Reason.REFUSED, "the owner does not know the application's secret")
         return welcome.facts
+
+    def _frame_length(self, start: bytes | bytearray, max_frame_bytes: int) -> int:
+        try:
+            return PROTOCOL.frame_length(start, max_frame_bytes)
+        except MessageError as error:
+            raise self._failed(Reason.PROTOCOL, str(error)) from error
+
+    def _message(self, kind: int, body: bytes | bytearray) -> Message:
+        try:
+            message = PROTOCOL.decode(kind, body)
+        except MessageError as error:
+            raise self._failed(Reason.PROTOCOL, str(error)) from error
+        if isinstance(message, Refused):
+            known = {reason.value: reason for reason in Reason}
+            raise self._failed(known.get(message.reason, Reason.REFUSED), message.message)
+        return message
 
     def _ended(self) -> TransferFailed:
         if self._cancelled:

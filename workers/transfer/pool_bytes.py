@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from workers.kernels import BlockStream, KernelsUnavailable, Library, load_library
-from workers.kernels.block_stream import PAGE_BYTES
 
-_PAGE_WORDS: Final = PAGE_BYTES // 8
+_PAGE_BYTES: Final = 4096  # as in kernels/cpu/block_stream.h
+_PAGE_WORDS: Final = _PAGE_BYTES // 8
 
 _log = logging.getLogger(__name__)
 
@@ -118,19 +118,8 @@ class PoolBytes:
             first=self.address + offset,
             stride=self.block_bytes,
             num_bytes=num_bytes,
-            has_sums=has_checksums,
+            has_checksums=has_checksums,
         )
-
-    def checksums(
-        self, stream: BlockStream, blocks: Sequence[int], offset: int, num_bytes: int
-    ) -> tuple[int, ...]:
-        """Of the blocks that have passed, as `checksum` of each. The arguments are those of `stream`."""
-        rest = num_bytes % PAGE_BYTES
-        found = [zlib.crc32(stream.page_sums(index)) for index in range(len(blocks))]
-        if rest:
-            tails = [self.view(block, offset + num_bytes - rest, rest) for block in blocks]
-            found = [zlib.crc32(tail, start) for tail, start in zip(tails, found, strict=True)]
-        return tuple(found)
 
 
 def checksum(data: memoryview) -> int:
@@ -139,7 +128,7 @@ def checksum(data: memoryview) -> int:
     As fast as memory is read, several times a plain CRC: it sees every changed word and every page that is
     missing, doubled or elsewhere, but not words exchanged within one page.
     """
-    whole = data.nbytes - data.nbytes % PAGE_BYTES
+    whole = data.nbytes - data.nbytes % _PAGE_BYTES
     words = np.frombuffer(data[:whole], dtype=np.uint64).reshape(-1, _PAGE_WORDS)
     return zlib.crc32(data[whole:], zlib.crc32(words.sum(axis=1, dtype=np.uint64).tobytes()))
 

@@ -22,7 +22,7 @@ from threading import Thread
 from typing import Final
 
 from workers.framing import FrameReader
-from workers.kernels import BlockStream
+from workers.kernels import BlockAnswer
 from workers.transfer.messages import (
     MAX_AHEAD,
     MAX_FRAME_BYTES,
@@ -74,9 +74,9 @@ class _Peer:
     frames: FrameReader[Message] = field(default_factory=frame_reader)
     is_known: bool = False
     requests: deque[Read | Check] = field(default_factory=deque)
-    answer: Iterator[memoryview | BlockStream] | None = None
+    answer: Iterator[memoryview | BlockAnswer] | None = None
     waiting: deque[memoryview] = field(default_factory=deque)  # not yet taken by the kernel
-    stream: BlockStream | None = None  # behind what waits
+    blocks: BlockAnswer | None = None  # behind what waits
     wanted: int = selectors.EVENT_READ  # what the selector looks for
     is_at_barrier: bool = False  # the answer goes on when nothing waits
 
@@ -244,7 +244,7 @@ class BlockServer:
         while left > 0:
             self._refill(peer)
             try:
-                sent = _send_waiting(peer) or _send_stream(peer, left)
+                sent = _send_waiting(peer) or _send_blocks(peer, left)
             except BlockingIOError:
                 return
             if not sent:
@@ -257,7 +257,7 @@ class BlockServer:
     def _refill(self, peer: _Peer) -> None:
         """The next bytes of the answers; what follows a barrier only when all before it is sent."""
         num_bytes = sum(part.nbytes for part in peer.waiting)
-        while peer.stream is None and num_bytes < _VECTOR_BYTES and len(peer.waiting) < _VECTOR_PARTS:
+        while peer.blocks is None and num_bytes < _VECTOR_BYTES and len(peer.waiting) < _VECTOR_PARTS:
             if peer.is_at_barrier:
                 if peer.waiting:
                     return
@@ -269,8 +269,8 @@ class BlockServer:
             part = next(peer.answer, None)
             if part is None:
                 peer.answer = None
-            elif isinstance(part, BlockStream):
-                peer.stream = part
+            elif isinstance(part, BlockAnswer):
+                peer.blocks = part
             elif part is BARRIER:
                 peer.is_at_barrier = True
             else:
@@ -305,13 +305,13 @@ def _send_waiting(peer: _Peer) -> int:
     return sent
 
 
-def _send_stream(peer: _Peer, max_bytes: int) -> int:
-    """What the kernel takes of the blocks' bytes."""
-    if peer.stream is None:
+def _send_blocks(peer: _Peer, max_bytes: int) -> int:
+    """What the kernel takes of the blocks and the frames around them."""
+    if peer.blocks is None:
         return 0
-    sent = peer.stream.send(peer.connection.fileno(), max_bytes)
-    if peer.stream.is_done:
-        peer.stream = None
+    sent = peer.blocks.send(peer.connection.fileno(), max_bytes)
+    if peer.blocks.is_done:
+        peer.blocks = None
     return sent
 
 

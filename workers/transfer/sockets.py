@@ -90,26 +90,30 @@ class SocketReader:
                 yield request, [block.own for block in part], piece
 
     def _receive(self, asked: _Asked) -> None:
-        link, number = self._link, asked.request.number
-        answer = link.receive()
-        if not isinstance(answer, Data) or answer.number != number:
+        link, number, stream = self._link, asked.request.number, asked.stream
+        before = Data(number=number)
+        if stream is not None:
+            answer = link.receive_blocks(before, stream)
+            if not stream.is_done:
+                raise link.unexpected(answer)
+            found = stream.checksums
+        else:
+            answer = link.receive()
+            if answer != before:
+                raise link.unexpected(answer)
+            found = self._fill(asked.place)
+            answer = link.receive()
+        if not isinstance(answer, Trailer) or answer.number != number:
             raise link.unexpected(answer)
-        found = self._receive_blocks(asked)
-        trailer = link.receive()
-        if not isinstance(trailer, Trailer) or trailer.number != number:
-            raise link.unexpected(trailer)
-        if not trailer.is_current:
+        if not answer.is_current:
             raise TransferFailed(Reason.STALE, f"a block of {link.endpoint} changed while it was read")
-        if found != trailer.checksums:
+        if found != answer.checksums:
             raise TransferFailed(
                 Reason.DAMAGED, f"bytes of {link.endpoint} do not have the checksum that was sent with them"
             )
 
-    def _receive_blocks(self, asked: _Asked) -> tuple[int, ...]:
-        """Their checksums, if there are any."""
-        if asked.stream is not None:
-            self._link.receive_blocks(asked.stream)
-            return self._pool.checksums(asked.stream, *asked.place) if self._has_checksums else ()
+    def _fill(self, place: _Place) -> tuple[int, ...]:
+        """The checksums, if there are any."""
         found: list[int] = []
 
         def receive(target: memoryview) -> None:
@@ -117,7 +121,7 @@ class SocketReader:
             if self._has_checksums:
                 found.append(checksum(target))
 
-        blocks, offset, num_bytes = asked.place
+        blocks, offset, num_bytes = place
         for block in blocks:
             self._pool.fill(block, offset, num_bytes, receive)
         return tuple(found)

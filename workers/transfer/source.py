@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.kernels import BlockStream
+from workers.kernels import BlockAnswer
 from workers.transfer.messages import Check, Data, Generations, Read, Refused, Trailer, encode
 from workers.transfer.pool_bytes import PoolBytes, checksum
 from workers.transfer.transport import Reason
@@ -30,10 +30,11 @@ class Source:
                 f"generations {generations.shape} {generations.dtype} for a pool of {pool.num_blocks} blocks"
             )
         self.pool = pool
+        self._generations_address = generations.ctypes.data if generations is not None else 0
         self._generations = generations.data if generations is not None else None  # plain integers, live
 
-    def answer(self, request: Read | Check) -> Iterator[memoryview | BlockStream]:
-        """What to send, in order; a stream must have passed before more is asked for.
+    def answer(self, request: Read | Check) -> Iterator[memoryview | BlockAnswer]:
+        """What to send, in order; a BlockAnswer must have passed before more is asked for.
 
         The bytes of a block are those of the pool at the time they are sent.
         """
@@ -51,27 +52,25 @@ class Source:
             return refusal
         return Generations(number=request.number, generations=self._generations_of(request.blocks))
 
-    def _read(self, request: Read) -> Iterator[memoryview | BlockStream]:
-        yield memoryview(encode(Data(number=request.number)))
-        yield BARRIER  # the reader's thread wakes meanwhile
+    def _read(self, request: Read) -> Iterator[memoryview | BlockAnswer]:
+        number, has_checksums = request.number, request.has_checksums
+        before = encode(Data(number=number))
         place = (request.blocks, request.offset, request.num_bytes)
-        checksums: tuple[int, ...] = ()
-        stream = self.pool.stream(*place, has_checksums=request.has_checksums)
+        stream = self.pool.stream(*place, has_checksums=has_checksums)
         if stream is not None:
-            yield stream
-            if request.has_checksums:  # reads the ends of blocks: before it is asked whose they are
-                checksums = self.pool.checksums(stream, *place)
-            is_current = self.is_current(request)
-        else:
-            found = []
-            for block in request.blocks:
-                part = self.pool.view(block, request.offset, request.num_bytes)
-                yield part
-                if request.has_checksums:  # while the reader takes a large block in, which is in our cache
-                    found.append(checksum(part))
-            yield BARRIER
-            is_current, checksums = self.is_current(request), tuple(found)
-        yield memoryview(encode(Trailer(number=request.number, is_current=is_current, checksums=checksums)))
+            yield BlockAnswer(stream, before, number, self._generations_address, request.generations)
+            return
+        yield memoryview(before)
+        yield BARRIER  # the reader's thread wakes meanwhile
+        checksums = []
+        for block in request.blocks:
+            part = self.pool.view(block, request.offset, request.num_bytes)
+            yield part
+            if has_checksums:  # while the reader takes a large block in, which is in our cache
+                checksums.append(checksum(part))
+        yield BARRIER
+        is_current = self.is_current(request)
+        yield memoryview(encode(Trailer(number=number, is_current=is_current, checksums=tuple(checksums))))
 
     def refusal(self, request: Read | Check) -> Refused | None:
         """Why it cannot be answered; None when it can."""

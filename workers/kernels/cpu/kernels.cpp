@@ -8,7 +8,7 @@
 #include <atomic>
 
 #include "attend.h"
-#include "block_stream.h"
+#include "block_answer.h"
 #include "collective.h"
 #include "draw.h"
 #include "region.h"
@@ -180,8 +180,10 @@ void tandem_gather_rows(Collective* collective, const void* mine, long rows, con
 long tandem_map_shared(int fd, long bytes) { return SharedMap::map(fd, size_t(bytes)); }
 int tandem_collapse_shared(char* begin, long bytes) { return SharedMap::collapse(begin, size_t(bytes)); }
 void tandem_unmap_shared(char* begin, long bytes) { SharedMap::unmap(begin, size_t(bytes)); }
-long tandem_send_blocks(BlockStream* stream, int socket, long max_bytes) { return stream->send(socket, max_bytes); }
-long tandem_receive_blocks(BlockStream* stream, int socket, double timeout_s) { return stream->receive(socket, timeout_s); }
+long tandem_send_answer(BlockAnswer* answer, int socket, long max_bytes) { return answer->send(socket, max_bytes); }
+long tandem_receive_answer(BlockStream* stream, int socket, double timeout_s, const char* head, long head_bytes, char* frame, long room) {
+  return receive_answer(*stream, socket, timeout_s, head, head_bytes, frame, room);
+}
 #ifdef HAS_PRODUCTS
 // 1 when weights of format BF16_TILES can be used from now on.
 int tandem_can_use_tiles() { return can_use_tiles(); }
