@@ -85,8 +85,11 @@ def has_lengths(message: StepMessage) -> bool:
 
 
 def has_placeholders(message: StepMessage) -> bool:
-    """Whether ids have to be filled in."""
-    return bool((_token_ids(message) < 0).any())
+    """Whether ids have to be filled in. Without numpy: followers ask before every step, with cold caches."""
+    header = header_of(message)
+    start = _ids_start(header)
+    highest = message[start + 3 : start + 4 * header.num_tokens : 4]  # byte of each id
+    return not highest.isascii()
 
 
 def fill_in(message: StepMessage, drawn: Sequence[int]) -> StepMessage:
@@ -102,8 +105,11 @@ def fill_in(message: StepMessage, drawn: Sequence[int]) -> StepMessage:
 def _token_ids(message: bytes | bytearray) -> Ints:
     """Where they lie in the message, which has to be whole."""
     header = StepHeader._make(_HEADER.unpack_from(message))
-    start = _HEADER.size + 4 * 3 * header.num_slices
-    return np.frombuffer(message, dtype=np.int32, count=header.num_tokens, offset=start)
+    return np.frombuffer(message, dtype=np.int32, count=header.num_tokens, offset=_ids_start(header))
+
+
+def _ids_start(header: StepHeader) -> int:
+    return _HEADER.size + 4 * 3 * header.num_slices
 
 
 def pack_step(
