@@ -7,6 +7,8 @@ the addresses are loopback or the cluster's own network.
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import struct
 import time
@@ -96,8 +98,11 @@ class FrameSocket:
         finally:
             self._sending.release()
 
-    def receive(self) -> Frame:
-        """Waits for one frame. Raises PeerClosed, PeerSilent or ProtocolError."""
+    def receive(self, awake_s: float = 0.0) -> Frame:
+        """Waits for one frame, for the first `awake_s` without sleep: a core that sleeps wakes up late. It is
+        free for whoever wants it. Raises PeerClosed, PeerSilent or ProtocolError."""
+        if awake_s and not self._received:
+            self._stay_awake(time.monotonic() + awake_s)
         while (frame := self._next_received()) is None:
             self._read_more()
         return frame
@@ -136,6 +141,13 @@ class FrameSocket:
             raise PeerSilent(f"took no data for {self._timeout_s:g} s") from error
         except OSError as error:
             raise PeerClosed(str(error)) from error
+
+    def _stay_awake(self, deadline_s: float) -> None:
+        """Returns when there is something to read, or at the deadline."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        while not poller.poll(0) and time.monotonic() < deadline_s:
+            os.sched_yield()
 
     def _read_more(self) -> None:
         try:

@@ -101,3 +101,40 @@ def test_a_peer_that_is_not_known_yet_cannot_announce_a_large_frame():
     made, took_s = _welcome(struct.pack("<IB", 1 << 20, FrameKind.HELLO))
     assert made is None
     assert took_s < 0.25
+
+
+def _pair() -> tuple[socket.socket, FrameSocket]:
+    listener = open_port("127.0.0.1")
+    client = socket.create_connection(listener.getsockname())
+    connection, _ = listener.accept()
+    listener.close()
+    return client, FrameSocket(connection, timeout_s=0.6)
+
+
+def test_who_stays_awake_sleeps_after_that_time():
+    """By the time that the thread has computed."""
+    client, frames = _pair()
+    used_s = []
+    for awake_s in (0.0, 0.2):
+        began_s = time.thread_time()
+        with pytest.raises(PeerSilent, match=r"silent for 0\.6 s"):
+            frames.receive(awake_s)
+        used_s.append(time.thread_time() - began_s)
+    asleep_s, awake_s = used_s
+    assert asleep_s < 0.002 < awake_s < 0.3
+    client.close()
+    frames.close()
+
+
+def test_who_stays_awake_hears_frames_and_their_end():
+    client, frames = _pair()
+    sending = threading.Timer(0.1, client.sendall, [b"\x03\0\0\0\x05abc" + b"\0\0\0\0\x06"])
+    sending.start()
+    began_s = time.monotonic()
+    assert frames.receive(60.0) == (FrameKind.STEP, b"abc")
+    assert frames.receive(60.0) == (FrameKind.HEARTBEAT, b"")  # it came along
+    threading.Timer(0.1, client.close).start()
+    with pytest.raises(PeerClosed):
+        frames.receive(60.0)
+    assert time.monotonic() - began_s < 30
+    frames.close()

@@ -18,7 +18,7 @@ from tests.unit.runtime.links import (
     raw_follower,
 )
 from workers.engine.step import GroupFailed
-from workers.runtime.follower_link import LeaderLost
+from workers.runtime.follower_link import FollowerLink, LeaderLost
 from workers.runtime.frames import FrameKind, ProtocolError
 from workers.runtime.handshake import join
 from workers.runtime.leader_link import PROGRESS
@@ -51,6 +51,34 @@ def test_steps_arrive_in_order_and_the_end_is_orderly():
             assert not closing.is_alive()
             assert seen == {1: bodies, 2: bodies}
         assert made.failures == []
+
+
+def test_a_follower_is_awake_after_a_step_and_then_sleeps():
+    """By the time that its thread has computed until the end of the group."""
+    used_s: dict[int, float] = {}
+
+    def follow(link: FollowerLink, num_steps: int) -> None:
+        began_s = time.thread_time()
+        assert len(list(link.steps())) == num_steps
+        used_s[num_steps] = time.thread_time() - began_s
+
+    for num_steps in (0, 100):
+        with group() as made:
+            accepting = accept_in_background(made.link)
+            with follower(made) as link:
+                accepting.join(5)
+                thread = threading.Thread(target=follow, args=(link, num_steps))
+                thread.start()
+                for _ in range(num_steps):
+                    made.link.send_step(b"")
+                    time.sleep(0.01)
+                time.sleep(TIMEOUT_S)
+                closing = threading.Thread(target=made.link.close)
+                closing.start()
+                thread.join(5)
+                link.close()
+                closing.join(5)
+    assert used_s[0] < 0.01 < used_s[100] < TIMEOUT_S / 2
 
 
 def test_orders_are_taken_between_steps_and_reported_from_any_thread():
