@@ -29,6 +29,8 @@ from workers.types import FinishReason, GenerateRequest, RequestId, SamplingPara
 TIMEOUT_S = 2.0
 LONG = SamplingParams(max_tokens=240, temperature=0.0)
 ROOT = Path(__file__).parents[2]
+# Operator by operator, and in one call, where ranks do attention and draw for each other.
+IN_ANY_STEP = pytest.mark.parametrize("group", ["float32", "bfloat16"], indirect=True)
 
 
 def state(pid: int) -> str:
@@ -49,8 +51,10 @@ def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> float:
 
 
 @pytest.fixture
-def group(family_folder: Callable[[str], Path]) -> Iterator[LocalGroup]:
-    with start_group(family_folder("llama"), 2, step_timeout_s=TIMEOUT_S) as started:
+def group(family_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[LocalGroup]:
+    """Its parameter: the dtype."""
+    dtype = getattr(request, "param", "float32")
+    with start_group(family_folder("llama"), 2, dtype=dtype, step_timeout_s=TIMEOUT_S) as started:
         yield started
     assert all(process.poll() is not None for process in started.followers)
 
@@ -108,6 +112,7 @@ def test_killed_while_idle(group: LocalGroup) -> None:
         group.executor.execute(one_step())
 
 
+@IN_ANY_STEP
 def test_killed_while_computing(group: LocalGroup) -> None:
     (follower,) = group.followers
     running = Running(group)
@@ -140,6 +145,7 @@ def test_killed_while_rank_0_waits_in_a_collective(group: LocalGroup) -> None:
     assert len(raised) == 1 and f"rank 1 (pid {follower.pid}) died" in raised[0]
 
 
+@IN_ANY_STEP
 def test_stopped_while_computing(group: LocalGroup) -> None:
     (follower,) = group.followers
     running = Running(group)

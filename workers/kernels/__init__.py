@@ -7,12 +7,13 @@ from workers.kernels.collective import CollectiveFailed, SharedCollective, memor
 from workers.kernels.compiler import KernelsUnavailable
 from workers.kernels.draw import NOT_FINITE, Draw
 from workers.kernels.interface import (
-    AttentionPart,
     Drawn,
     FusedStep,
     Kernels,
+    LogitsPart,
     PackedLinear,
     PartLinear,
+    RankPart,
     StepLayer,
     StepModel,
     Turn,
@@ -42,7 +43,6 @@ from workers.weight_forms import Quantization
 __all__ = [
     "MAX_LOGIT_ROWS",
     "NOT_FINITE",
-    "AttentionPart",
     "BlockAnswer",
     "BlockStream",
     "CacheForm",
@@ -56,12 +56,14 @@ __all__ = [
     "KernelsUnavailable",
     "LayerCache",
     "Library",
+    "LogitsPart",
     "NodeOrder",
     "PackedLinear",
     "PagedCache",
     "PartLinear",
     "Quantization",
     "QuantizedWeight",
+    "RankPart",
     "SharedCollective",
     "StepArrays",
     "StepBatch",

@@ -39,6 +39,10 @@ class SharedCollective:
         weakref.finalize(self, library.free_collective, self._address).atexit = False
 
     @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
     def address(self) -> int:
         """Of the C++ object, for a step that calls it between its layers. Valid while this object lives."""
         return self._address

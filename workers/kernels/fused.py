@@ -18,10 +18,11 @@ import torch
 from workers.kernels.batch import build_batch
 from workers.kernels.draw import Draw, pack_draws
 from workers.kernels.interface import (
-    AttentionPart,
     Drawn,
+    LogitsPart,
     PackedLinear,
     PartLinear,
+    RankPart,
     StepLayer,
     StepModel,
     Turn,
@@ -56,7 +57,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class NativePart(ctypes.Structure):
-    """AttentionPart in cpu/step.h."""
+    """RankPart in cpu/step.h."""
 
     _fields_ = [
         ("pool", c_void_p),
@@ -64,6 +65,19 @@ class NativePart(ctypes.Structure):
         ("attended", c_void_p),
         ("heads", c_long),
         ("kv_heads", c_long),
+    ]
+
+
+class NativeLogits(ctypes.Structure):
+    """LogitsPart in cpu/step.h."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("draws", c_void_p),
+        ("ids", c_void_p),
+        ("rows", c_long),
+        ("width", c_long),
+        ("first_column", c_long),
     ]
 
 
@@ -87,6 +101,7 @@ class Model(ctypes.Structure):
         ("down_nodes", NativeNodeOrder),
         ("parts", ctypes.POINTER(NativePart)),
         ("part_tokens", c_long),
+        ("together", NativeLogits),
     ]
 
 
@@ -141,7 +156,7 @@ class NativeStep:
             output_nodes=_nodes(model.output_nodes),
             down_nodes=_nodes(model.down_nodes),
         )
-        self._logits = KeptRows(_native(model.head).out_features)
+        self._logits = self._whole_logits = KeptRows(_native(model.head).out_features)
         self._hidden = KeptRows(self._shape.hidden, torch.bfloat16)
         self._inputs = StepInput()
         self._addresses = ctypes.addressof(self._shape), ctypes.addressof(self._inputs)
@@ -150,7 +165,7 @@ class NativeStep:
         self._ids = array("q")
         self._kv: PagedCache | None = None
         self._turn: Turn | None = None
-        self._parts: tuple[AttentionPart, ...] = ()
+        self._parts: tuple[RankPart, ...] = ()
         self._native_parts = (NativePart * 0)()
         self._scratch: int = library.step_scratch()
         # Not at exit: a thread that ends with the process may still be inside a step.
@@ -161,7 +176,8 @@ class NativeStep:
     ) -> Drawn:
         header = header_of(message)
         num_logits = header.num_logit_rows
-        logits, hidden = self._logits.take(num_logits), self._hidden.take(num_logits)
+        kept = self._whole_logits if self.shares_logits(num_logits) else self._logits
+        logits, hidden = kept.take(num_logits), self._hidden.take(num_logits)
         if header.num_tokens == 0:
             return Drawn(logits.values, [], hidden.values)
         if kv is not self._kv or turn is not self._turn:
@@ -180,7 +196,7 @@ class NativeStep:
             self._model.collective.check()
         return Drawn(logits.values, self._ids.tolist(), hidden.values)
 
-    def share(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
+    def share(self, parts: tuple[RankPart, ...], max_tokens: int) -> None:
         shape = self._shape
         assert self._model.collective is not None, "a rank alone has nobody to share with"
         for part in parts:  # all have tasks of one size
@@ -190,6 +206,21 @@ class NativeStep:
             *(_native_part(part, max_tokens, shape.d) for part in parts)
         )
         shape.parts, shape.part_tokens = self._native_parts, max_tokens
+        if (together := parts[0].logits) is not None:
+            self._whole_logits = KeptRows(together.logits.shape[1], space=together.logits)
+            shape.together = self._native_logits(together)
+
+    def shares_logits(self, num_rows: int) -> bool:
+        return bool(0 < num_rows <= self._shape.together.rows)
+
+    def _native_logits(self, part: LogitsPart) -> NativeLogits:
+        collective, widths = self._model.collective, self._model.head_widths
+        assert collective is not None and widths[collective.rank] == self._shape.head.columns, widths
+        rows, width = part.logits.shape
+        assert width == sum(widths) and part.ids.shape == (rows,), (part.logits.shape, part.ids.shape)
+        assert part.draws.shape == (rows, len(Draw._fields)), part.draws.shape
+        addresses = (each.data_ptr() for each in part)
+        return NativeLogits(*addresses, rows, width, sum(widths[: collective.rank]))
 
     def _bind(self, turn: Turn | None, kv: PagedCache) -> None:
         """Has the next steps use these; mostly they are those of the step before."""
@@ -261,7 +292,7 @@ def _layer(layer: StepLayer) -> LayerWeights:
     )
 
 
-def _native_part(part: AttentionPart, max_tokens: int, head_dim: int) -> NativePart:
+def _native_part(part: RankPart, max_tokens: int, head_dim: int) -> NativePart:
     qkv_bytes = max_tokens * (part.num_heads + 2 * part.num_kv_heads) * head_dim * 2
     assert part.work.nbytes >= qkv_bytes + max_tokens * part.num_heads * head_dim * 2, part.work.nbytes
     qkv = part.work.data_ptr()

@@ -78,6 +78,7 @@ class StepModel:
     collective: SharedCollective | None = None  # adds up embedding, `output` and `down`; None: one rank
     output_nodes: NodeOrder | None = None  # of all ranks; None with a collective: rounded and added by rank
     down_nodes: NodeOrder | None = None
+    head_widths: tuple[int, ...] = ()  # columns of the head on each rank; with a collective
 
 
 class Drawn(NamedTuple):
@@ -88,14 +89,23 @@ class Drawn(NamedTuple):
     hidden: torch.Tensor | None = None  # (R, hidden): what the head was given; valid as long
 
 
+class LogitsPart(NamedTuple):
+    """Where all ranks leave their columns of a step's logits, and draw ids from whole rows for rank 0."""
+
+    logits: torch.Tensor  # (rows, vocabulary) float32
+    draws: torch.Tensor  # (rows, fields of a Draw) float64
+    ids: torch.Tensor  # (rows,) int64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionPart:
-    """What a rank lets its peers read and write, so that they can do some of its attention."""
+class RankPart:
+    """What a rank lets its peers read and write, so that they can do some of its work."""
 
     pool: torch.Tensor  # (num_blocks, block_bytes) uint8
     work: torch.Tensor  # uint8: the QKV rows of a step, then its attended rows, in bfloat16
     num_heads: int
     num_kv_heads: int
+    logits: LogitsPart | None = None  # of all ranks, with rank 0's part; None: each keeps its own
 
 
 class FusedStep(Protocol):
@@ -107,16 +117,22 @@ class FusedStep(Protocol):
         """turn: by position, at least up to the longest context, None: nothing turns; kv: the pool.
 
         draws: one a logit row, or none; as `Kernels.draw` with `only_finite`. Several ranks have their parts
-        of heads and vocabulary; raises CollectiveFailed when one does not come. Raises ValueError for a
+        of heads and vocabulary; raises CollectiveFailed when one does not come. They have no draws but on
+        rank 0, and there only where the step `shares_logits`. Raises ValueError for a
         message that is damaged or has an index outside of pool, vocabulary or `turn`.
         """
         ...
 
-    def share(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
+    def share(self, parts: tuple[RankPart, ...], max_tokens: int) -> None:
         """Before the first step, and on every rank: these, in the order of the ranks, are mapped by all.
 
         max_tokens: of a step, for which there is room in `work`.
         """
+        ...
+
+    def shares_logits(self, num_rows: int) -> bool:
+        """Whether a step of so many logit rows gives rank 0 those of all ranks, and ids drawn from them; else
+        every rank gets its own columns. The same on all ranks."""
         ...
 
 

@@ -58,9 +58,12 @@ class KeptRows:
     New memory costs a page fault every 4 KiB, which for the logits of 32 rows is longer than their product.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, width: int, dtype: torch.dtype = torch.float32, space: torch.Tensor | None = None
+    ) -> None:
+        """space (rows, width): where they lie if it has so many; None: in memory of their own."""
         self._width = width
-        self._space = torch.empty((0, width), dtype=dtype)
+        self._space = torch.empty((0, width), dtype=dtype) if space is None else space
         self._num_taken = 0
         self._taken = _rows(self._space)
 

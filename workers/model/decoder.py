@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from workers.kernels import (
-    AttentionPart,
     Draw,
     Drawn,
     Kernels,
     LayerCache,
     PagedCache,
     Quantization,
+    RankPart,
     StepBatch,
     StepMessage,
     Turn,
@@ -89,7 +89,7 @@ class Decoder:
         """Whether this rank could do attention of its peers, and they its own; see `share_attention`."""
         return self._fused is not None and not self._is_alone
 
-    def share_attention(self, parts: tuple[AttentionPart, ...], max_tokens: int) -> None:
+    def share_attention(self, parts: tuple[RankPart, ...], max_tokens: int) -> None:
         """As `FusedStep.share`; only where all ranks say `shares_attention`."""
         assert self._fused is not None, "only a fused step shares its attention"
         self._fused.share(parts, max_tokens)
@@ -131,8 +131,9 @@ class Decoder:
             if turn is not None or not rotaries:
                 if drawn is not None:
                     message = fill_in(message, drawn.tolist())
-                if self._is_alone:
-                    return self._fused(message, turn, kv, draws)
+                if self._is_alone or self._fused.shares_logits(header_of(message).num_logit_rows):
+                    drawn_here = self._fused(message, turn, kv, draws)
+                    return drawn_here if self._is_first_rank else None
                 found = self._fused(message, turn, kv)
                 return self.draw(self._weights.head.gather(found.logits), found.hidden, draws)
         batch = build_batch(

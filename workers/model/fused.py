@@ -62,6 +62,7 @@ def fuse(
             collective=parallel.shared,
             output_nodes=_nodes(weights.layers[0].output),
             down_nodes=_nodes(mlps[0].down),
+            head_widths=weights.head.widths,
         )
     )
 

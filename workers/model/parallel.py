@@ -172,6 +172,11 @@ class VocabParallelHead:
         self._kept = KeptRows(sum(widths))
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of every rank."""
+        return self._widths
+
+    @property
     def linear(self) -> PackedLinear:
         """The part of this rank, without the collective."""
         return self._linear

@@ -13,12 +13,13 @@ from workers.engine.meter import MeteredModel
 from workers.engine.request import EngineLimits
 from workers.kernels import (
     MAX_LOGIT_ROWS,
-    AttentionPart,
     CacheForm,
     PagedCache,
     Quantization,
+    RankPart,
     TorchKernels,
 )
+from workers.kernels.memory import MAX_KEPT_ROWS
 from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
@@ -168,12 +169,14 @@ class RankModel:
                 num_kv_heads=form.num_kv_heads,
                 head_dim=spec.head_dim,
                 max_tokens=self._config.schedule.max_step_tokens,
+                vocab_size=spec.vocab_size,
+                num_logits=min(self._config.schedule.max_step_tokens, MAX_KEPT_ROWS) if rank == 0 else 0,
             )
             for rank, form in enumerate(self._cache_forms)
         )
 
     def runner(
-        self, decoder: Decoder, num_blocks: int, parts: tuple[AttentionPart, ...] | None = None
+        self, decoder: Decoder, num_blocks: int, parts: tuple[RankPart, ...] | None = None
     ) -> ModelRunner:
         """Allocates the pool, unless it is among `parts`: those of all ranks, which then share their
         attention. On GPUs all ranks record their graphs over it."""

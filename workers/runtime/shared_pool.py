@@ -1,4 +1,4 @@
-"""How the ranks of one machine come to see each other's KV pools, to share their attention.
+"""How the ranks of one machine come to see each other's KV pools, to share their attention, and the logits.
 
 Every rank makes memory (`workers.runtime.memfd`) for its own pool and for the rows of a step, tells the
 others where it is, and maps theirs. If one cannot, none does, and every pool lies in memory of its rank
@@ -8,7 +8,7 @@ alone. Two agreements:
                                                               -> paths and labels of all
     every rank: nothing, or why it could not open another's   -> whether they are used
 
-    | blocks | work | ... | label |     from a huge page to the end of one
+    | blocks | work | draws | ids | logits | ... | label |     from a huge page to the end of one
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from workers.kernels import AttentionPart, KernelsUnavailable, Library, load_library, shared_bytes
+from workers.kernels import (
+    Draw,
+    KernelsUnavailable,
+    Library,
+    LogitsPart,
+    RankPart,
+    load_library,
+    shared_bytes,
+)
 from workers.kernels.memory import ALIGNMENT, HUGE_PAGE_BYTES
 from workers.runtime import memfd
 from workers.runtime.agreement import PROBLEM, Agree, first_problem
 from workers.runtime.handshake import Facts
 
 _PLACE = ("path", "label")  # of a rank's memory
+_DRAW_BYTES, _ID_BYTES = 8 * len(Draw._fields), 8
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +50,8 @@ class PartForm:
     num_kv_heads: int
     head_dim: int
     max_tokens: int  # of a step
+    vocab_size: int
+    num_logits: int  # rows, of which all ranks leave their columns with this one
 
     @property
     def work_bytes(self) -> int:
@@ -49,21 +60,48 @@ class PartForm:
 
     @property
     def num_bytes(self) -> int:
-        return _up(self._work_start + self.work_bytes + memfd.LABEL_BYTES, HUGE_PAGE_BYTES)
+        return _up(self._logits_start + self._logits_bytes + memfd.LABEL_BYTES, HUGE_PAGE_BYTES)
 
-    def part(self, memory: torch.Tensor) -> AttentionPart:
+    def part(self, memory: torch.Tensor) -> RankPart:
         pool = memory[: self.num_blocks * self.block_bytes].view(self.num_blocks, self.block_bytes)
         work = memory[self._work_start :][: self.work_bytes]
-        return AttentionPart(pool=pool, work=work, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        return RankPart(
+            pool=pool,
+            work=work,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            logits=self._logits(memory[self._logits_start :]) if self.num_logits else None,
+        )
 
     @property
     def _work_start(self) -> int:
         return _up(self.num_blocks * self.block_bytes, ALIGNMENT)
 
+    @property
+    def _logits_start(self) -> int:
+        return _up(self._work_start + self.work_bytes, ALIGNMENT)
+
+    @property
+    def _draws_bytes(self) -> int:
+        return _up(self.num_logits * (_DRAW_BYTES + _ID_BYTES), ALIGNMENT)
+
+    @property
+    def _logits_bytes(self) -> int:
+        return self._draws_bytes + self.num_logits * self.vocab_size * 4
+
+    def _logits(self, memory: torch.Tensor) -> LogitsPart:
+        rows, ids_start = self.num_logits, self.num_logits * _DRAW_BYTES
+        draws, ids = memory[:ids_start], memory[ids_start:][: rows * _ID_BYTES]
+        return LogitsPart(
+            logits=memory[self._draws_bytes : self._logits_bytes].view(torch.float32).view(rows, -1),
+            draws=draws.view(torch.float64).view(rows, -1),
+            ids=ids.view(torch.int64),
+        )
+
 
 def share(
     rank: int, forms: Sequence[PartForm], agree: Agree, load: Callable[[], Library] = load_library
-) -> tuple[AttentionPart, ...] | None:
+) -> tuple[RankPart, ...] | None:
     """On every rank of the group at the same time: the parts of all, zeros; None where one rank cannot, with
     one line in the log of rank 0. Raises what `agree` raises."""
     library, own, problem, fd = None, None, "", -1
@@ -135,7 +173,7 @@ def _create(library: Library, num_bytes: int) -> tuple[int, torch.Tensor, Facts]
 
 def _parts(
     library: Library, rank: int, own: torch.Tensor, forms: Sequence[PartForm], offers: Facts
-) -> tuple[AttentionPart, ...]:
+) -> tuple[RankPart, ...]:
     """Raises OSError."""
     parts = []
     for other, form in enumerate(forms):

@@ -32,7 +32,7 @@ from workers.kernels import (
 from workers.kernels.native import CpuKernels
 from workers.model.architecture import ModelSpec
 from workers.model.checkpoint import Checkpoint
-from workers.model.decoder import load_decoder
+from workers.model.decoder import Decoder, load_decoder
 from workers.model.medusa import load_heads
 from workers.model.medusa_folder import MedusaFolder
 from workers.model.parallel import TensorParallel
@@ -40,9 +40,11 @@ from workers.runtime.draft_model import DraftRunner
 from workers.runtime.executor import GroupExecutor
 from workers.runtime.medusa import MedusaRunner
 from workers.runtime.runner import ModelRunner
+from workers.runtime.shared_pool import PartForm
 
 KernelSet = Callable[[torch.dtype], Kernels]
 NUM_BLOCKS = 320
+_SHARED_TOKENS, _SHARED_LOGITS = 64, 16
 _TIMEOUT_S = 60.0
 _CPU = torch.device("cpu")
 
@@ -75,16 +77,15 @@ class ThreadRanks:
         )
         self.kv_dtype = dtype if kv == "auto" else torch.int8
         memory = mmap.mmap(-1, memory_bytes(library, size))
-        self._runners = []
+        decoders = []
         for rank in range(size):
             shared = SharedCollective(library, memory, rank=rank, size=size, timeout_s=_TIMEOUT_S)
             parallel = TensorParallel(rank, size, shared) if size > 1 else TensorParallel()
-            decoder = load_decoder(checkpoint, dtype, _CPU, parallel, kernels(dtype), Quantization(weights))
-            self._runners.append(
-                ModelRunner(decoder, _pool(decoder.spec, decoder.num_kv_heads, self.kv_dtype, block_size))
+            decoders.append(
+                load_decoder(checkpoint, dtype, _CPU, parallel, kernels(dtype), Quantization(weights))
             )
-            if rank == 0:
-                self.num_kv_heads = decoder.num_kv_heads
+        self.num_kv_heads = decoders[0].num_kv_heads
+        self._runners = _runners(decoders, self.kv_dtype, block_size)
         self.kernels = self._runners[0].kernels
         self.pool = self._runners[0].pool
         self._threads = ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,))
@@ -115,7 +116,8 @@ class ThreadRanks:
         """A draft model beside them."""
         checkpoint = Checkpoint(folder, self.checkpoint)
         decoder = load_decoder(checkpoint, self.dtype, _CPU, TensorParallel(), native(self.dtype))
-        return DraftRunner(decoder, _pool(decoder.spec, decoder.num_kv_heads, self.dtype, self.block_size))
+        form = _form(decoder.spec, decoder.num_kv_heads, self.dtype, self.block_size)
+        return DraftRunner(decoder, PagedCache.zeros(NUM_BLOCKS, form))
 
     def heads(self, folder: Path) -> MedusaRunner:
         found = load_heads(MedusaFolder(folder, self.checkpoint), self.kernels, self.dtype, _CPU)
@@ -144,12 +146,37 @@ def thread_ranks(
         ranks.close()
 
 
-def _pool(spec: ModelSpec, num_kv_heads: int, dtype: torch.dtype, block_size: int) -> PagedCache:
-    form = CacheForm(
+def _runners(decoders: Sequence[Decoder], dtype: torch.dtype, block_size: int) -> list[ModelRunner]:
+    """They share what ranks of one machine do; there is no room for the largest steps."""
+    forms = [_form(decoder.spec, decoder.num_kv_heads, dtype, block_size) for decoder in decoders]
+    if not all(decoder.shares_attention for decoder in decoders):
+        pools = [PagedCache.zeros(NUM_BLOCKS, form) for form in forms]
+    else:
+        parts = tuple(
+            PartForm(
+                num_blocks=NUM_BLOCKS,
+                block_bytes=form.block_bytes,
+                num_heads=decoder.num_heads,
+                num_kv_heads=decoder.num_kv_heads,
+                head_dim=decoder.spec.head_dim,
+                max_tokens=_SHARED_TOKENS,
+                vocab_size=decoder.spec.vocab_size,
+                num_logits=_SHARED_LOGITS if decoder is decoders[0] else 0,
+            )
+            for form, decoder in zip(forms, decoders, strict=True)
+        )
+        shared = tuple(part.part(torch.zeros(part.num_bytes, dtype=torch.uint8)) for part in parts)
+        for decoder in decoders:
+            decoder.share_attention(shared, _SHARED_TOKENS)
+        pools = [PagedCache(part.pool, form) for part, form in zip(shared, forms, strict=True)]
+    return [ModelRunner(decoder, pool) for decoder, pool in zip(decoders, pools, strict=True)]
+
+
+def _form(spec: ModelSpec, num_kv_heads: int, dtype: torch.dtype, block_size: int) -> CacheForm:
+    return CacheForm(
         num_kv_heads=num_kv_heads,
         num_layers=spec.num_layers,
         block_size=block_size,
         head_dim=spec.head_dim,
         dtype=dtype,
     )
-    return PagedCache.zeros(NUM_BLOCKS, form)

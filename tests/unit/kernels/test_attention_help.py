@@ -14,7 +14,7 @@ import torch
 
 from tests.unit.kernels.builds import build
 from tests.unit.kernels.test_fused import DIM, VOCAB, kernels, make_model, noise, step_of, turn_of
-from workers.kernels import AttentionPart, FusedStep, PagedCache, StepMessage, StepModel, Turn
+from workers.kernels import FusedStep, PagedCache, RankPart, StepMessage, StepModel, Turn
 from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
 from workers.kernels.native import CpuKernels
 
@@ -40,9 +40,9 @@ def make_models(kernels: CpuKernels, timeout_s: float = PATIENCE_S) -> list[Step
     ]
 
 
-def parts_of(models: Sequence[StepModel], pools: Sequence[PagedCache]) -> tuple[AttentionPart, ...]:
+def parts_of(models: Sequence[StepModel], pools: Sequence[PagedCache]) -> tuple[RankPart, ...]:
     return tuple(
-        AttentionPart(
+        RankPart(
             pool=pool.memory,
             work=torch.zeros(
                 MAX_TOKENS * 2 * (model.num_heads + model.num_kv_heads) * DIM * 2,

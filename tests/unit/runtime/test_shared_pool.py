@@ -14,14 +14,14 @@ import pytest
 
 from tests.unit.runtime.meeting import WRONG_PLACES, Meeting
 from workers.engine.step import GroupFailed
-from workers.kernels import AttentionPart, KernelsUnavailable, Library, load_library
+from workers.kernels import KernelsUnavailable, Library, LogitsPart, RankPart, load_library
 from workers.kernels.memory import HUGE_PAGE_BYTES
 from workers.runtime.agreement import PROBLEM, Agree, Decide
 from workers.runtime.follower_link import LeaderLost
 from workers.runtime.handshake import Facts, pack_facts, unpack_facts
 from workers.runtime.shared_pool import PartForm, _common, _offers, share
 
-Parts = tuple[AttentionPart, ...] | None
+Parts = tuple[RankPart, ...] | None
 # Two KV heads on rank 0, one on the others; blocks that fill no page.
 FORMS = tuple(
     PartForm(
@@ -31,8 +31,10 @@ FORMS = tuple(
         num_kv_heads=num_kv_heads,
         head_dim=16,
         max_tokens=40,
+        vocab_size=101,
+        num_logits=num_logits,
     )
-    for num_kv_heads in (2, 1, 1)
+    for num_kv_heads, num_logits in ((2, 7), (1, 0), (1, 0))
 )
 
 
@@ -73,6 +75,11 @@ def other_tiles() -> Library:
     return library
 
 
+def logits_of(parts: Parts) -> LogitsPart:
+    assert parts is not None and parts[0].logits is not None
+    return parts[0].logits
+
+
 def meet(
     size: int,
     *,
@@ -105,14 +112,23 @@ def test_every_rank_sees_the_parts_of_all(size: int, caplog: pytest.LogCaptureFi
             # QKV rows and attended rows of 40 tokens.
             assert part.work.shape == (40 * (part.num_heads * 2 + part.num_kv_heads * 2) * 16 * 2,)
             assert not part.pool.any() and not part.work.any()
+        assert [part.logits is None for part in parts] == [False, True, True][:size]
+        logits = logits_of(parts)
+        assert logits.logits.shape == (7, 101) and logits.logits.data_ptr() % 64 == 0
+        assert logits.draws.shape == (7, 5) and logits.draws.data_ptr() % 8 == 0
+        assert logits.ids.shape == (7,) and logits.ids.data_ptr() % 8 == 0
+        assert not any(each.any() for each in logits)
     for rank, parts in enumerate(found):
         assert parts is not None
         parts[rank].pool.fill_(rank + 1)
         parts[rank].work.fill_(rank + 11)
+    for number, each in enumerate(logits_of(found[-1]), 21):
+        each.fill_(number)
     for parts in found:
         assert parts is not None
         for rank, part in enumerate(parts):
             assert bool((part.pool == rank + 1).all()) and bool((part.work == rank + 11).all())
+        assert all(bool((each == number).all()) for number, each in enumerate(logits_of(parts), 21))
     assert caplog.records == []
 
 

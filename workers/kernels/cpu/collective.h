@@ -85,6 +85,14 @@ class Collective {
     }
     return true;
   }
+  // Until all ranks are here, and all that they have written before can be read. False as of a sum.
+  bool meet() {
+    if (!begin_round()) return false;
+    publish(0);
+    for (int r = 0; r < ranks; r++)
+      if (!arrived(r, 0)) return false;
+    return true;
+  }
   // Of each rank.
   TaskBoard& board(int r) { return boards[r]; }
   // Whether rank r has opened its board as often as this one has.

@@ -203,8 +203,8 @@ void tandem_linear(const PackedWeights* weights, const void* x, long x_stride, l
     input = {prepared, bytes};
   }
   for_tasks(linear_tasks(*weights, rows), threads, [] { return LinearScratch(); }, [&](long i, LinearScratch& scratch) {
-    if (out_float) linear_task(*weights, input, rows, i, scratch, (float*)out);
-    else linear_task(*weights, input, rows, i, scratch, (bf16*)out);
+    if (out_float) linear_task(*weights, input, rows, i, scratch, (float*)out, weights->columns);
+    else linear_task(*weights, input, rows, i, scratch, (bf16*)out, weights->columns);
   });
 }
 #ifdef HAS_QUANTIZED

@@ -151,16 +151,18 @@ inline void sums_of(const PackedWeights& w, const Units& units, size_t u, const 
   if (is_quantized(w)) quantized_sums(w, units, u, first, part.count, part.fetch, sums);
   else plain_sums(w, units, u, first, x.stride, part.count, part.fetch, sums);
 }
-// One task of out (nodes, rows, columns) = x (rows, k) * weights + bias; with several nodes there is no bias.
-template <class Out> void linear_task(const PackedWeights& w, const LinearRows& x, long rows, long task, LinearScratch& scratch, Out* out) {
+// One task of out (nodes, rows, columns) = x (rows, k) * weights + bias; with several nodes there is no bias. A row of out is
+// `width` wide, of which this fills the first `columns`.
+template <class Out>
+void linear_task(const PackedWeights& w, const LinearRows& x, long rows, long task, LinearScratch& scratch, Out* out, long width) {
   const Units units = units_of(w);
   const TaskPart part(rows, task);
   const size_t u = part.unit;
   float* sums = scratch.of(w);
   sums_of(w, units, u, x, part, sums);
-  for (size_t node = 0, nodes = size_t(w.order.nodes()); node < nodes; node++, out += size_t(rows) * units.columns)
+  for (size_t node = 0, nodes = size_t(w.order.nodes()); node < nodes; node++, out += rows * width)
     for (size_t r = 0; r < part.count; r++, sums += UNIT)
-      finish_row(sums, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(part.row0) + r) * units.columns);
+      finish_row(sums, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(part.row0) + r) * size_t(width));
 }
 
 // Whether columns [gate | up] can be made a unit of each at a time.

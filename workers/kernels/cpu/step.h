@@ -39,6 +39,13 @@ struct AttentionPart {
   bf16 *qkv, *attended;  // (tokens, heads + 2 kv heads, d), (tokens, heads, d)
   long heads, kv_heads;
 };
+// Where all ranks leave the logits of a step, and rank 0 says how ids are drawn from them.
+struct LogitsPart {
+  float* logits;  // (rows, width)
+  Draw* draws;    // (rows)
+  int64_t* ids;   // (rows)
+  long rows, width, first_column;  // of this rank's columns
+};
 struct Model {
   long hidden, heads, kv_heads, d, inner, num_layers, vocab_size;
   double eps;
@@ -52,6 +59,7 @@ struct Model {
   NodeOrder output_nodes, down_nodes;
   const AttentionPart* parts;  // of all ranks of `collective`; null: each does its attention alone
   long part_tokens;            // most tokens of a step that has room there
+  LogitsPart together;         // no rows: a rank's logits are its own
 };
 struct StepInput {
   const float *cos, *sin;  // (num_positions, half)
@@ -59,7 +67,7 @@ struct StepInput {
   void* pool;    // (num_blocks, kv heads, layers, 2) pages, of bf16 or int8: strides in elements
   long is_int8;  // what the pages have
   long num_blocks, head_stride, layer_stride, value_stride, block_size;
-  float* logits;  // (logit rows, columns of the head)
+  float* logits;  // (logit rows, columns of the head): where they are not left together
   const Draw* draws;  // (logit rows); null: nothing is drawn
   int64_t* ids;       // (logit rows): what was drawn, NOT_FINITE for rows with a NaN or an infinity
   bf16* hidden;       // (logit rows, hidden): what the head is given
@@ -111,6 +119,7 @@ constexpr long FEW_ROWS_APART = 4;
 inline bool shares_attention(const Model& m, const StepInput& in, const StepLayout& at) {
   return m.parts && in.pool == m.parts[m.collective->rank].pool && std::max(at.tokens, at.num_logits) <= m.part_tokens;
 }
+inline bool leaves_logits_together(const Model& m, const StepLayout& at) { return at.num_logits && at.num_logits <= m.together.rows; }
 template <class S> std::vector<AttentionTask> tasks_of(const Model& m, const StepLayout& at, long heads, long kv_heads) {
   return attention_tasks(Attention<bf16, S>{nullptr, 0, nullptr, {}, at.query_starts.data(), at.context_lens.data(), at.tables.data(), at.parents,
                                             at.num_sequences, at.table_width, heads, kv_heads, m.d, 0, 0.f});
@@ -160,6 +169,7 @@ template <class S> class StepWalk {
       each_normed_row([&](long r) { add_norm(following, r); });
     }
     if (thread == 0) memcpy(in.hidden, normed, size_t(rows * m.hidden) * 2);
+    if (leaves_logits_together(m, at)) return draw_together();
     linear(m.head, normed, in.logits);
     const long columns = m.head.columns;
     if (in.draws)
@@ -206,9 +216,10 @@ template <class S> class StepWalk {
     }
     together.wait();
   }
-  template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) {
+  template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) { linear(w, x, out, w.columns); }
+  template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out, long width) {
     const LinearRows input = rows_for(w, x);
-    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, mine.sums, out); });
+    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, mine.sums, out, width); });
   }
   LinearRows rows_for(const PackedWeights& w, const bf16* x) {
     return {is_quantized(w) ? prepared(w, x) : (const char*)x, input_bytes(w)};
@@ -329,6 +340,28 @@ template <class S> class StepWalk {
     const auto a = attention_of(m.parts[rank], w, layer);
     for (TaskBoard::Run run; (run = board.take_last(group.rank)).first < run.end; board.finish())
       attend(a, tasks[run.first], run.first ? &tasks[run.first - 1] : nullptr, mine.attention);
+  }
+  // Each rank makes its columns of the logits; then all draw ids for rank 0, each from whole rows.
+  void draw_together() {
+    Collective& group = *m.collective;
+    const LogitsPart& to = m.together;
+    const bool leads = group.rank == 0;
+    const uint32_t draws = leads && in.draws ? uint32_t(rows) : 0;
+    linear(m.head, normed, to.logits + to.first_column, to.width);
+    if (thread == 0) {
+      std::copy(in.draws, in.draws + draws, to.draws);
+      group.board(group.rank).open(draws, group.rank);
+      group.meet();
+    }
+    together.wait();
+    if (group.failure()) return;
+    TaskBoard& board = group.board(0);
+    const auto take = [&] { return leads ? board.take_first(uint32_t(2 * team)) : board.take_last(group.rank); };
+    for (TaskBoard::Run run; (run = take()).first < run.end;)
+      for (long r = run.first; r < run.end; r++, board.finish())
+        to.ids[r] = draw_id(to.logits + r * to.width, to.width, to.draws[r], true, mine.drawing);
+    if (thread == 0 && group.wait_done(draws)) std::copy(to.ids, to.ids + draws, in.ids);
+    together.wait();
   }
 };
 
