@@ -38,7 +38,7 @@ _ANY_POSITION = 1 << 31  # where nothing turns, a context ends with the pool
 
 
 class LayerWeights(ctypes.Structure):
-    """As in cpu/step.h."""
+    """As in cpu/step_model.h."""
 
     _fields_ = [
         ("attention_norm", c_void_p),
@@ -57,7 +57,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class NativePart(ctypes.Structure):
-    """RankPart in cpu/step.h."""
+    """RankPart in cpu/step_model.h."""
 
     _fields_ = [
         ("pool", c_void_p),
@@ -69,7 +69,7 @@ class NativePart(ctypes.Structure):
 
 
 class NativeLogits(ctypes.Structure):
-    """LogitsPart in cpu/step.h."""
+    """LogitsPart in cpu/step_model.h."""
 
     _fields_ = [
         ("logits", c_void_p),
@@ -82,7 +82,7 @@ class NativeLogits(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """As in cpu/step.h."""
+    """As in cpu/step_model.h."""
 
     _fields_ = [
         *[
@@ -106,7 +106,7 @@ class Model(ctypes.Structure):
 
 
 class StepInput(ctypes.Structure):
-    """As in cpu/step.h."""
+    """As in cpu/step_model.h."""
 
     _fields_ = [
         ("cos", c_void_p),

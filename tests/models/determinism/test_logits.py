@@ -43,6 +43,7 @@ SHAPES: Mapping[str, tuple[dict[str, object], tuple[int, ...]]] = {
         {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "intermediate_size": 640},
         (1, 2, 4),
     ),
+    "rows of several rounds": ({"hidden_size": 4096, "head_dim": 16}, (1, 2, 4)),
     "odd inner columns": ({"head_dim": 24, "intermediate_size": 97, "vocab_size": 129}, (1, 2, 4)),
 }
 FAMILIES: Mapping[str, tuple[int, ...]] = {

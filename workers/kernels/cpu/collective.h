@@ -65,7 +65,64 @@ class Collective {
       publish(own * count * sizeof(float));
       for (int r = 0; r < ranks; r++)
         if (!arrived(r, size_t(order.counts[r]) * count * sizeof(float))) return false;
-      join_round(from, count, columns, order, bias, out);
+      join_nodes(from, count, columns, order, bias, out, [&](int r, size_t i) { return (const float*)slot(r) + i * count; });
+    }
+    return true;
+  }
+  // Rows as they are handed out to the ranks.
+  struct Share {
+    size_t first, end;
+  };
+  Share share_of(int r, size_t rows) const { return {rows * size_t(r) / size_t(ranks), rows * size_t(r + 1) / size_t(ranks)}; }
+  // As `join`, but only the rows of this rank's share are made, where `can_join_shares`.
+  template <class T>
+  bool join_share(const float* mine, size_t rows, size_t columns, const NodeOrder& order, const float* bias, T* out) {
+    const size_t room = rows_at_once(columns, order), own = size_t(order.counts[rank]), n = rows * columns;
+    const Share share = share_of(rank, rows);
+    for (size_t from = 0, longest = (rows + size_t(ranks) - 1) / size_t(ranks); from < longest; from += room) {
+      // In the slot of a rank its nodes of up to `room` rows for each of the others, one behind the other.
+      const auto part = [&](int r) { return cut(share_of(r, rows), from, room); };
+      const auto place = [&](int from_rank, int for_rank) {
+        const size_t before = size_t(for_rank) - (for_rank > from_rank);
+        return (float*)slot(from_rank) + before * room * columns * size_t(order.counts[from_rank]);
+      };
+      if (!begin_round()) return false;
+      for (int r = 0; r < ranks; r++) {
+        if (r == rank) continue;
+        const Share rest = part(r);
+        const size_t count = (rest.end - rest.first) * columns;
+        for (size_t i = 0; i < own; i++) memcpy(place(rank, r) + i * count, mine + i * n + rest.first * columns, count * sizeof(float));
+      }
+      publish(own * room * columns * sizeof(float));
+      for (int r = 0; r < ranks; r++)
+        if (!arrived(r, size_t(order.counts[r]) * room * columns * sizeof(float))) return false;
+      const Share now = part(rank);
+      const size_t begin = now.first * columns, count = (now.end - now.first) * columns;
+      join_nodes(begin, count, columns, order, bias, out, [&](int r, size_t i) {
+        return r == rank ? mine + i * n + begin : place(r, rank) + i * count;
+      });
+    }
+    return true;
+  }
+  // Whether a row fits into a round of `join_share`.
+  bool can_join_shares(size_t columns, const NodeOrder& order) const { return rows_at_once(columns, order) > 0; }
+  // x (rows, row_bytes), of which each rank has its share, becomes whole.
+  bool gather_shares(char* x, size_t rows, size_t row_bytes) {
+    const size_t longest = (rows + size_t(ranks) - 1) / size_t(ranks) * row_bytes;
+    for (size_t from = 0; from < longest; from += CHUNK) {
+      const auto part = [&](int r) {
+        const Share share = share_of(r, rows);
+        return cut({share.first * row_bytes, share.end * row_bytes}, from, CHUNK);
+      };
+      if (!begin_round()) return false;
+      const Share own = part(rank);
+      memcpy(slot(rank), x + own.first, own.end - own.first);
+      publish(own.end - own.first);
+      for (int r = 0; r < ranks; r++) {
+        const Share theirs = part(r);
+        if (!arrived(r, theirs.end - theirs.first)) return false;
+        if (r != rank) memcpy(x + theirs.first, slot(r), theirs.end - theirs.first);
+      }
     }
     return true;
   }
@@ -211,9 +268,18 @@ class Collective {
       store_row(total, x + from, count);
     }
   }
-  // Elements [from, from + count) of out, whose nodes are in the slots.
-  template <class T>
-  void join_round(size_t from, size_t count, size_t columns, const NodeOrder& order, const float* bias, T* out) {
+  static Share cut(const Share& all, size_t from, size_t most) {
+    const size_t first = std::min(all.first + from, all.end);
+    return {first, std::min(first + most, all.end)};
+  }
+  // Of each other rank's share.
+  size_t rows_at_once(size_t columns, const NodeOrder& order) const {
+    const size_t most = size_t(*std::max_element(order.counts, order.counts + ranks));
+    return CHUNK / (sizeof(float) * columns * most * size_t(ranks - 1));
+  }
+  // Elements [from, from + count) of out; node i of rank r has its own at nodes(r, i).
+  template <class T, class Nodes>
+  void join_nodes(size_t from, size_t count, size_t columns, const NodeOrder& order, const float* bias, T* out, Nodes nodes_of) {
     constexpr size_t BLOCK = 256;
     long nodes = 0;
     for (int r = 0; r < ranks; r++) nodes += order.counts[r];
@@ -224,7 +290,7 @@ class Collective {
       const long* joins = order.joins;
       for (int r = 0; r < ranks; r++)
         for (long i = 0; i < order.counts[r]; i++, joins++, top += BLOCK) {
-          memcpy(top, (const float*)slot(r) + size_t(i) * count + at, width * sizeof(float));
+          memcpy(top, nodes_of(r, size_t(i)) + at, width * sizeof(float));
           for (long j = 0; j < *joins; j++) {
             const float* right = top;
             top -= BLOCK;

@@ -18,60 +18,7 @@
 #include "layout.h"
 #include "region.h"
 #include "rows.h"
-
-// Mirrored by workers/kernels/fused.py; pointers may be null where a comment says so.
-struct LayerWeights {
-  const bf16* attention_norm;
-  PackedWeights qkv;
-  const bf16 *query_norm, *key_norm;  // both or neither
-  PackedWeights output;
-  const float* output_bias;  // where nodes are joined: (hidden) or null; else `output` has it
-  const bf16* mlp_norm;
-  PackedWeights up;  // columns [gate | up]
-  PackedWeights down;
-  const float* down_bias;
-  long window;  // 0: none
-  double scale;
-};
-// What a rank attends with, which others may do for it: its pool, and rows of a step.
-struct AttentionPart {
-  void* pool;
-  bf16 *qkv, *attended;  // (tokens, heads + 2 kv heads, d), (tokens, heads, d)
-  long heads, kv_heads;
-};
-// Where all ranks leave the logits of a step, and rank 0 says how ids are drawn from them.
-struct LogitsPart {
-  float* logits;  // (rows, width)
-  Draw* draws;    // (rows)
-  int64_t* ids;   // (rows)
-  long rows, width, first_column;  // of this rank's columns
-};
-struct Model {
-  long hidden, heads, kv_heads, d, inner, num_layers, vocab_size;
-  double eps;
-  const bf16* embedding;  // rows of the ids first_id .. first_id + num_ids - 1; other ranks have the others
-  long first_id, num_ids;
-  const LayerWeights* layers;
-  const bf16* final_norm;
-  PackedWeights head;
-  Collective* collective;  // of the ranks that share the heads and inner columns; null for one rank
-  // How what `output` and `down` give on each rank is put together: null joins: added up as it is, rounded before.
-  NodeOrder output_nodes, down_nodes;
-  const AttentionPart* parts;  // of all ranks of `collective`; null: each does its attention alone
-  long part_tokens;            // most tokens of a step that has room there
-  LogitsPart together;         // no rows: a rank's logits are its own
-};
-struct StepInput {
-  const float *cos, *sin;  // (num_positions, half)
-  long num_positions, half;  // half 0: nothing turns
-  void* pool;    // (num_blocks, kv heads, layers, 2) pages, of bf16 or int8: strides in elements
-  long is_int8;  // what the pages have
-  long num_blocks, head_stride, layer_stride, value_stride, block_size;
-  float* logits;  // (logit rows, columns of the head): where they are not left together
-  const Draw* draws;  // (logit rows); null: nothing is drawn
-  int64_t* ids;       // (logit rows): what was drawn, NOT_FINITE for rows with a NaN or an infinity
-  bf16* hidden;       // (logit rows, hidden): what the head is given
-};
+#include "step_model.h"
 
 // What a thread keeps from step to step.
 struct ThreadScratch {
@@ -114,6 +61,7 @@ struct StepScratch {
 };
 
 constexpr long FEW_ROWS_APART = 4;
+constexpr long MIN_SHARE = 8;  // rows a rank, for which it is worth to meet once more
 
 // Whether ranks do attention tasks for each other in this step; the same on all of them.
 inline bool shares_attention(const Model& m, const StepInput& in, const StepLayout& at) {
@@ -140,7 +88,8 @@ template <class S> class StepWalk {
  public:
   StepWalk(const Model& m, const StepInput& in, StepScratch& s, Barrier& together, bool shares)
       : m(m), in(in), s(s), at(s.layout), together(together), thread(omp_get_thread_num()), team(omp_get_num_threads()),
-        mine(*s.threads[thread]), rows(at.tokens), most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART), shares(shares),
+        mine(*s.threads[thread]), rows(at.tokens), most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART),
+        shares(shares), in_shares(can_mix_shares()),
         own(shares ? m.parts[m.collective->rank] : AttentionPart{in.pool, s.qkv.data(), s.attended.data(), m.heads, m.kv_heads}) {}
 
   void run() {
@@ -160,13 +109,11 @@ template <class S> class StepWalk {
         keep(attended);
         attended = own.qkv;
       }
-      if (!mix(w.output, attended, m.output_nodes, w.output_bias)) return;
-      each_normed_row([&](long r) { add_norm(w.mlp_norm, r); });
+      if (!mix_and_norm(w.output, attended, m.output_nodes, w.output_bias, w.mlp_norm)) return;
       bf16* gated = s.wide.data() + rows * 2 * m.inner;
       gate_up(w.up, gated);
-      if (!mix(w.down, gated, m.down_nodes, w.down_bias)) return;
       const bf16* following = l + 1 < m.num_layers ? m.layers[l + 1].attention_norm : m.final_norm;
-      each_normed_row([&](long r) { add_norm(following, r); });
+      if (!mix_and_norm(w.down, gated, m.down_nodes, w.down_bias, following)) return;
     }
     if (thread == 0) memcpy(in.hidden, normed, size_t(rows * m.hidden) * 2);
     if (leaves_logits_together(m, at)) return draw_together();
@@ -189,6 +136,7 @@ template <class S> class StepWalk {
   const bool apart;             // every thread has a residual and norms of its own
   bf16 *residual, *normed;      // (rows, hidden)
   const bool shares;            // ranks do attention tasks for each other
+  const bool in_shares;         // ranks have a share of the rows each, between the products
   const AttentionPart own;
   long phase = 0;  // number of the next task counter; equal on all threads
 
@@ -247,6 +195,37 @@ template <class S> class StepWalk {
     char* all = (char*)s.prepared.data();
     each_row([&](long r) { prepare_row(w, x + r * w.k, all, size_t(r)); });
     return all;
+  }
+  // x * w of all ranks is added to the residual, whose norm follows. False as of add_up.
+  bool mix_and_norm(const PackedWeights& w, const bf16* x, const NodeOrder& order, const float* bias, const bf16* weight) {
+    if (in_shares) return mix_shares(w, x, order, bias, weight);
+    if (!mix(w, x, order, bias)) return false;
+    each_normed_row([&](long r) { add_norm(weight, r); });
+    return true;
+  }
+  // Each rank makes rows of its own, and has no others in its residual.
+  bool mix_shares(const PackedWeights& w, const bf16* x, const NodeOrder& order, const float* bias, const bf16* weight) {
+    Collective& group = *m.collective;
+    linear(w, x, s.nodes.data());
+    if (thread == 0) group.join_share(s.nodes.data(), size_t(rows), size_t(m.hidden), order, bias, s.mixed.data());
+    together.wait();
+    if (group.failure()) return false;
+    const Collective::Share share = group.share_of(group.rank, size_t(rows));
+    const long first = long(share.first), count = long(share.end - share.first);
+    for (long r = first + count * thread / team, end = first + count * (thread + 1) / team; r < end; r++) add_norm(weight, r);
+    together.wait();
+    if (thread == 0) group.gather_shares((char*)normed, size_t(rows), size_t(m.hidden) * 2);
+    together.wait();
+    return group.failure() == 0;
+  }
+  // Where every row goes on to the end, so that none moves to another rank, and all ranks walk like this one.
+  bool can_mix_shares() const {
+    if (!m.parts || !m.output_nodes.joins || !m.down_nodes.joins || rows < MIN_SHARE * m.collective->ranks || at.num_logits != rows)
+      return false;
+    for (long r = 0; r < rows; r++)
+      if (at.logit_rows[r] != r) return false;
+    const size_t columns = size_t(m.hidden);
+    return m.collective->can_join_shares(columns, m.output_nodes) && m.collective->can_join_shares(columns, m.down_nodes);
   }
   // s.mixed (rows, hidden) = x * w, of all ranks. False as of add_up.
   bool mix(const PackedWeights& w, const bf16* x, const NodeOrder& order, const float* bias) {
