@@ -39,6 +39,11 @@ class TreeChances:
         self._right: list[float] = []
         self._seen: list[float] = []
 
+    @property
+    def num_seen(self) -> float:
+        """Trees, the newer the more they count."""
+        return self._seen[0] if self._seen else 0.0
+
     def observe(self, num_guesses: int, right: Iterable[int]) -> None:
         """A tree of so many guesses was checked, and these came true."""
         missing = num_guesses - len(self._seen)

@@ -27,9 +27,15 @@ from typing import NamedTuple
 from workers.decoding.chances import Chance, TreeChances
 from workers.decoding.times import ReadingTime, StepTimes
 
-_MARGIN = 1.02  # guesses have to promise so much more than none: both sides are estimates
+# Guesses have to promise so much more than none: both sides are estimates, and of several numbers of guesses
+# the one that seems best is rarely as good as it seems.
+_MARGIN = 1.05
 _PROBE_EVERY = 32  # steps without guesses
 _PROBE_SHARE = 0.02  # of the time without guesses that reading for a probe may take
+_PROBE_TREE = 4  # guesses of a tree in a probe
+_KNOWN_TREES = (
+    6  # until so many have been checked, one sequence at a time has one: a full batch would pay dearly
+)
 
 
 class Unread(NamedTuple):
@@ -127,6 +133,8 @@ class Governor:
         lengths = [0] * len(chances)
         if self._times.is_empty:
             return lengths
+        if self._tree is not None and self._tree.num_seen < _KNOWN_TREES:
+            limits = _first_alone(limits)
         worths, room = self._worths(chances, limits), max_rows - len(chances)
         order = _by_worth(worths, room)
         best = self._best(worths, order)
@@ -145,7 +153,8 @@ class Governor:
             self._since_probe = 0
             probed = order[0] if order else self._cheapest(limits, unread or ())
             if probed is not None:
-                lengths[probed] = max(0, min(limits[probed], room))
+                most = room if self._tree is None else min(room, _PROBE_TREE)
+                lengths[probed] = max(0, min(limits[probed], most))
                 self._since_probe_s = 0.0
         else:
             self._since_probe += 1
@@ -203,6 +212,12 @@ class Governor:
         index = min(able, key=lambda each: unread[each].num_tokens)
         takes_s = self._reading.of(unread[index].num_tokens)
         return index if takes_s <= _PROBE_SHARE * self._since_probe_s else None
+
+
+def _first_alone(limits: Sequence[int]) -> list[int]:
+    """No guesses but of the first sequence that can have any."""
+    first = next((index for index, limit in enumerate(limits) if limit), -1)
+    return [limit if index == first else 0 for index, limit in enumerate(limits)]
 
 
 def _by_worth(worths: Sequence[Sequence[float]], most: int) -> list[int]:

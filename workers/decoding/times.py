@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from math import log
 
 _GROWTH = 1.25  # of rows from one measured number to the next
-_TRIED = 1.5  # times the most rows measured may be tried without a measurement
+# Beyond the most rows measured, so many may be tried without a measurement.
+_TRIED, _TRIED_ROWS = 1.25, 3
 _SHORTEST_S = 1e-6  # of a step
 _WEIGHT = 0.2  # of the newest step in the mean of its number of rows
 _READ_WEIGHT = 256  # tokens; a pass that reads more than that counts for more than all before it
@@ -48,7 +49,7 @@ class StepTimes:
         trying; further beyond, longer in proportion."""
         index = bisect_left(self._rows, num_rows)
         if index == len(self._rows):
-            return self._seconds[-1] * max(1.0, num_rows / (_TRIED * self._rows[-1]))
+            return self._seconds[-1] * max(1.0, num_rows / self._tried)
         after = min(self._seconds[index:])
         if index == 0:
             return after
@@ -62,9 +63,13 @@ class StepTimes:
             if rows >= last:
                 break
             yield rows
-        if first < _TRIED * self._rows[-1] < last:
-            yield _TRIED * self._rows[-1]
+        if first < self._tried < last:
+            yield self._tried
         yield last
+
+    @property
+    def _tried(self) -> float:
+        return max(_TRIED * self._rows[-1], self._rows[-1] + _TRIED_ROWS)
 
 
 class ReadingTime:

@@ -129,6 +129,27 @@ def test_guesses_of_a_tree_are_worth_what_became_of_those_of_their_number() -> N
     assert governor.lengths([0.9], [8], 512) == [0]
 
 
+def test_until_trees_are_known_one_sequence_at_a_time_has_one() -> None:
+    governor = Governor(has_trees=True)
+    for rows in FLAT:
+        governor.observe(rows, 0.01)
+    for _ in range(6):
+        assert governor.lengths([0.9] * 4, [0, 8, 8, 8], 512) == [0, 8, 0, 0]
+        governor.observe_tree((-1, 0, 1, 2), 3)
+    governor.observe_tree((-1, 0, 1, 2), 3)
+    assert min(governor.lengths([0.9] * 4, [8] * 4, 512)) >= 4
+
+
+def test_a_trial_of_a_tree_is_small() -> None:
+    governor = Governor(has_trees=True)
+    for rows, milliseconds in FLAT.items():
+        governor.observe(rows, milliseconds / 1000)
+    for _ in range(50):
+        governor.observe_tree((-1, -1, -1), -1)
+    tried = [governor.lengths([0.9] * 32, [8] * 32, 512) for _ in range(32)]
+    assert tried == [[0] * 32] * 31 + [[4] + [0] * 31]
+
+
 def test_slow_guessing_ends_in_a_full_batch_and_is_tried_again() -> None:
     governor = _governor(FLAT)
     for rows in (1, 8, 32):

@@ -14,7 +14,10 @@ def test_times_lie_between_what_was_measured() -> None:
     times.observe(30, 3.0)
     assert times.of(20) == pytest.approx(2.0)
     assert times.of(1) == 1.0
-    assert times.of(45) == 3.0 and times.of(90) == pytest.approx(6.0)
+    assert times.of(37) == 3.0 and times.of(75) == pytest.approx(6.0)
+    alone = StepTimes()
+    alone.observe(1, 1.0)
+    assert alone.of(4) == 1.0 and alone.of(8) == pytest.approx(2.0)
 
 
 def test_fewer_rows_never_seem_longer_and_news_count() -> None:
