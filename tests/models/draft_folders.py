@@ -61,18 +61,21 @@ def medusa_heads(
     vocab_size: int = 128,
     **config: object,
 ) -> Path:
-    """Heads with these weights and biases, guessing `ids`."""
+    """Heads with these weights and biases, of as many inner units as hidden ones, guessing `ids`."""
     folder.mkdir()
     values = {
         "model_type": "tandem_medusa",
         "hidden_size": hidden_size,
+        "inner_size": hidden_size,
         "num_heads": len(weights),
         "vocab_size": vocab_size,
     }
     (folder / "config.json").write_text(json.dumps({**values, **config}))
     tensors = {"draft_token_ids": torch.tensor(list(ids), dtype=torch.int32)}
+    names = ("weight", "bias", "out")
     for number, (weight, bias) in enumerate(weights):
-        tensors |= {f"heads.{number}.weight": weight, f"heads.{number}.bias": bias}
+        out = torch.eye(hidden_size, dtype=weight.dtype)
+        tensors |= {f"heads.{number}.{name}": x for name, x in zip(names, (weight, bias, out), strict=True)}
     save_file(tensors, folder / "heads.safetensors")
     return folder
 

@@ -29,20 +29,38 @@ class GrowingTree:
         self._scores: list[float] = []  # log-probability of a token and of all that it follows
         self._last = -1  # the token that the next ones follow; -1: what is known
 
-    def grow(self, tokens: Sequence[tuple[int, float]], least: float) -> int | None:
-        """tokens: that may come after the one that was returned last, or after what is known, with the
-        logarithm of how likely each is, best first. Returns the best one, unless it is less likely than
-        `least`, with all that it follows, or nothing behind it has room in the tree."""
+    def grow(self, tokens: Sequence[tuple[int, float]]) -> None:
+        """tokens: that may come after the best one of those before, or after what is known, with the
+        logarithm of how likely each is, best first."""
         last = self._last
         before = 0.0 if last < 0 else self._scores[last]
         self._last = len(self._token_ids)
         for token_id, score in tokens:
-            self._token_ids.append(token_id)
-            self._parents.append(last)
-            self._scores.append(before + score)
-        best = self._scores[self._last]
-        num_before = sum(score >= best for score in self._scores)  # itself among them
-        return self._token_ids[self._last] if best >= least and num_before < self._num_tokens else None
+            self._add(last, token_id, before + score)
+
+    def add_chain(self, token_ids: Sequence[int], score: float) -> None:
+        """Tokens that may come one after the other, each with this logarithm of how likely it is when those
+        before it come. What is in the tree already is as likely as it seems at best."""
+        last, total = -1, 0.0
+        for token_id in token_ids:
+            total += score
+            known = (
+                number
+                for number, parent in enumerate(self._parents)
+                if parent == last and self._token_ids[number] == token_id
+            )
+            number = next(known, None)
+            if number is None:
+                number = len(self._token_ids)
+                self._add(last, token_id, total)
+            else:
+                self._scores[number] = max(self._scores[number], total)
+            last = number
+
+    def _add(self, parent: int, token_id: int, score: float) -> None:
+        self._token_ids.append(token_id)
+        self._parents.append(parent)
+        self._scores.append(score)
 
     def likeliest(self, least: float) -> GuessTree:
         """The likeliest `num_tokens` of them, and the first, but none that is less likely than `least`."""

@@ -1,9 +1,12 @@
-"""Guesses by heads that read the last hidden states of the rows that the newest tokens came from."""
+"""Guesses by heads that read the last hidden states of the rows that the newest tokens came from, and of what
+came after the same tokens before: each knows what the other does not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
 
+from workers.decoding.chances import Chance
+from workers.decoding.copies import Copied, Copies
 from workers.engine.proposals import DraftHeads, HeadTask, Proposals
 from workers.engine.sequence import Sequence
 
@@ -13,6 +16,7 @@ class HeadGuesses:
 
     def __init__(self, heads: DraftHeads) -> None:
         self._heads = heads
+        self._copy_chance = Chance()  # of all sequences
 
     def limits(self, sequences: Sequences[Sequence], most: Sequences[int]) -> list[int]:
         """One a head with a grammar, which follows one way; else as many as are wanted, in a tree."""
@@ -37,7 +41,8 @@ class HeadGuesses:
             if length > 0 and place is not None and place.step == newest:
                 asked.append(index)
                 is_chain = sequence.grammar is not None
-                tasks.append(HeadTask(place.slice, place.row, sequence.output[-1], length, is_chain))
+                copied = Copied() if is_chain else self._copied(sequence, length)
+                tasks.append(HeadTask(place.slice, place.row, sequence.output[-1], length, is_chain, copied))
         if not tasks:
             return Proposals(drafts)
         proposals = self._heads.propose(newest, tasks)
@@ -48,4 +53,11 @@ class HeadGuesses:
         return Proposals(drafts, proposals.passes, parents, proposals.is_broken)
 
     def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
-        """Nothing is learnt from it."""
+        """What is copied learns from the tokens as they come."""
+
+    def _copied(self, sequence: Sequence, most: int) -> Copied:
+        if sequence.copies is None:
+            sequence.copies = Copies(self._copy_chance)
+        copies = sequence.copies
+        copies.extend(sequence.tokens(copies.num_tokens, sequence.num_tokens))
+        return copies.propose(most)

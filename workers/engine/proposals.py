@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from workers.decoding.copies import Copied
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTask:
@@ -30,6 +32,7 @@ class HeadTask(NamedTuple):
     token_id: int  # that was sampled there
     num_drafts: int
     is_chain: bool = False  # one guess a place
+    copied: Copied = Copied()  # to be guessed, too, in a tree
 
 
 class Pass(NamedTuple):

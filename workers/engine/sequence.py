@@ -29,6 +29,7 @@ from workers.types import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from workers.decoding.chances import Chance
+    from workers.decoding.copies import Copies
     from workers.decoding.drafter import Drafter
     from workers.engine.masks import GrammarCursor
     from workers.engine.model_guesses import DraftProgress
@@ -61,6 +62,7 @@ class Sequence:
         "block_table",
         "chance",
         "choice",
+        "copies",
         "draft_parents",
         "draft_progress",
         "drafter",
@@ -115,6 +117,7 @@ class Sequence:
         self.draft_parents: tuple[int, ...] | None = None  # of a tree of guesses, see SequenceSlice
         self.chance: Chance | None = None  # of its guesses, once one has been looked for
         self.drafter: Drafter | None = None  # of a method that guesses from the tokens alone, likewise
+        self.copies: Copies | None = None  # beside the guesses of heads, likewise
         self.draft_progress: DraftProgress | None = None  # once a draft model has read of its blocks
         self.sampled_at: SampledAt | None = None  # while guesses come from there
         self.search: Search | None = None  # of a beam search: its hypotheses (`workers.engine.search`)

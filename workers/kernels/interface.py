@@ -136,6 +136,55 @@ class FusedStep(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuessHead:
+    """A head that makes of a hidden state and the token that came after it the state one place further on:
+    state + out(silu(of_state(state) + tokens[token]))."""
+
+    state: PackedLinear  # hidden -> inner, float32
+    tokens: torch.Tensor  # (guessed tokens + 1, inner): of each, and at last of any other token
+    out: PackedLinear  # inner -> hidden, float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuessModel:
+    """Heads that guess tokens, and the part of the vocabulary that they guess."""
+
+    heads: tuple[GuessHead, ...]
+    vocabulary: PackedLinear  # hidden -> guessed tokens, float32
+    token_ids: tuple[int, ...]  # of its outputs
+    vocab_size: int
+
+
+class GuessTask(NamedTuple):
+    """What is to be guessed after a row; in the order of GuessTask in cpu/guess.h."""
+
+    row: int  # of the hidden states
+    token_id: int  # that came after it
+    num_tokens: (
+        int  # that are wanted: no head is asked when those before have said so many that are as likely
+    )
+    is_chain: bool = False  # only the best token of each head counts
+
+
+GuessedTokens = list[tuple[int, float]]  # best first, each with its log-probability
+
+
+class FusedGuesses(Protocol):
+    """Makes all guesses in one call."""
+
+    def __call__(
+        self, hidden: torch.Tensor, tasks: Sequence[GuessTask], least: float
+    ) -> list[list[GuessedTokens] | None]:
+        """Of each task the likeliest tokens of head after head; None: values that are not finite.
+
+        hidden: (rows, hidden). Each head goes on from the best token of the head before it, as long as that
+        has, with all that it follows, at least the log-probability `least`, and the task wants more tokens
+        than have been found that are as likely.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """Operators of a decoder layer over torch tensors of one dtype on one device."""
 
@@ -260,4 +309,8 @@ class Kernels(Protocol):
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         """The whole step as one call, where that exists for this model; bits as of the single operators."""
+        ...
+
+    def fuse_guesses(self, model: GuessModel) -> FusedGuesses | None:
+        """All guesses as one call, where that exists for these heads; not to the bits of the operators."""
         ...

@@ -75,6 +75,9 @@ class Library:
             self.step = entry("step", POINTER, POINTER, POINTER, SIZE, POINTER, FLAG, returns=FLAG)
             self.step_scratch = entry("step_scratch", returns=POINTER)
             self.free_step_scratch = entry("free_step_scratch", POINTER)
+            self.guess = entry("guess", POINTER, POINTER, POINTER, FLAG, returns=FLAG)
+            self.guess_scratch = entry("guess_scratch", returns=POINTER)
+            self.free_guess_scratch = entry("free_guess_scratch", POINTER)
         if self.has_quantized:  # where it has AVX512-BF16
             self.quantized_bytes = entry("quantized_bytes", FLAG, SIZE, SIZE, returns=SIZE)
             self.pack_quantized = entry(

@@ -11,7 +11,15 @@ from workers.kernels.arguments import check_batch, check_cache, check_turn
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import Draw, pack_draws
 from workers.kernels.fused import NativeStep, can_fuse
-from workers.kernels.interface import FusedStep, PackedLinear, PartLinear, StepModel
+from workers.kernels.guesses import NativeGuesses, can_fuse_guesses
+from workers.kernels.interface import (
+    FusedGuesses,
+    FusedStep,
+    GuessModel,
+    PackedLinear,
+    PartLinear,
+    StepModel,
+)
 from workers.kernels.library import DTYPES, Library
 from workers.kernels.memory import HugeMemory
 from workers.kernels.order import SumOrder
@@ -228,6 +236,10 @@ class CpuKernels:
 
     def fuse(self, model: StepModel) -> FusedStep | None:
         return NativeStep(self._library, model) if can_fuse(self._library, model, self._dtype) else None
+
+    def fuse_guesses(self, model: GuessModel) -> FusedGuesses | None:
+        can_fuse_them = can_fuse_guesses(self._library, model, self._dtype)
+        return NativeGuesses(self._library, model) if can_fuse_them else None
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

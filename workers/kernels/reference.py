@@ -10,7 +10,14 @@ import torch.nn.functional as F
 
 from workers.kernels.batch import StepBatch
 from workers.kernels.draw import NOT_FINITE, Draw, draw_ids
-from workers.kernels.interface import FusedStep, PackedLinear, PartLinear, StepModel
+from workers.kernels.interface import (
+    FusedGuesses,
+    FusedStep,
+    GuessModel,
+    PackedLinear,
+    PartLinear,
+    StepModel,
+)
 from workers.kernels.order import SumOrder
 from workers.kernels.paged_cache import LayerCache, dequantize_rows, quantize_rows
 from workers.kernels.quantized import QuantizedWeight, quantize
@@ -178,6 +185,9 @@ class TorchKernels:
         return TorchPart(weight if isinstance(weight, torch.Tensor) else weight.values().to(dtype), order)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
+        return None
+
+    def fuse_guesses(self, model: GuessModel) -> FusedGuesses | None:
         return None
 
 

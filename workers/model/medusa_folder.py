@@ -1,15 +1,17 @@
 """A folder of Medusa heads: `config.json` and `heads.safetensors`, checked against the model they look into.
 
-    config.json         model_type "tandem_medusa", hidden_size, num_heads, vocab_size, target_model_hash
-    heads.safetensors   heads.{i}.weight (hidden, 2 * hidden), heads.{i}.bias (hidden,)
+    config.json         model_type "tandem_medusa", hidden_size, inner_size, num_heads, vocab_size,
+                        target_model_hash
+    heads.safetensors   heads.{i}.weight (inner, 2 * hidden), heads.{i}.bias (inner,),
+                        heads.{i}.out (hidden, inner)
                         draft_token_ids (V',) int32, rising: the tokens that they guess
 
 Head 0 makes of a last hidden state h, behind the final norm, and the token that came after it one that is a
-place further on, h + silu(W [h, token] + b), and the model's own head reads it; head i goes on from what head
-i - 1 made and a token that was guessed from that. A token is its row of the model's head with a mean square
-of 1; one that is never guessed is zeros. Sources: Cai et al., "Medusa: Simple LLM Inference Acceleration
-Framework with Multiple Decoding Heads", 2024; Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for
-Medusa Decoding", 2024.
+place further on, h + out silu(W [h, token] + b), and the model's own head reads it; head i goes on from what
+head i - 1 made and a token that was guessed from that. A token is its row of the model's head with a mean
+square of 1; one that is never guessed is zeros. Sources: Cai et al., "Medusa: Simple LLM Inference
+Acceleration Framework with Multiple Decoding Heads", 2024; Ankner et al., "Hydra: Sequentially-Dependent
+Draft Heads for Medusa Decoding", 2024.
 """
 
 from __future__ import annotations
@@ -52,13 +54,15 @@ class MedusaFolder:
                 )
         warn_of_another_target(self.folder, fields, model)
         self.file = resolve_inside(self.folder, "heads.safetensors")
-        self._check_tensors(model.spec.hidden_size, model.spec.vocab_size)
+        inner = fields.integer("inner_size", high=_MAX_SIZE)
+        self._check_tensors(model.spec.hidden_size, inner, model.spec.vocab_size)
 
-    def _check_tensors(self, hidden: int, vocab_size: int) -> None:
+    def _check_tensors(self, hidden: int, inner: int, vocab_size: int) -> None:
         tensors = read_header(self.file).tensors
         wanted: dict[str, tuple[int, ...]] = {}
         for i in range(self.num_heads):
-            wanted |= dict(zip(head_names(i), ((hidden, 2 * hidden), (hidden,)), strict=True))
+            shapes = ((inner, 2 * hidden), (inner,), (hidden, inner))
+            wanted |= dict(zip(head_names(i), shapes, strict=True))
         problems = [f"not part of it: {name}" for name in tensors if name not in {*wanted, DRAFT_TOKEN_IDS}]
         for name, shape in wanted.items():
             entry = tensors.get(name)
@@ -73,6 +77,6 @@ class MedusaFolder:
             raise CheckpointError(f"{self.file}: " + "; ".join(problems))
 
 
-def head_names(head: int) -> tuple[str, str]:
-    """Of weight and bias."""
-    return f"heads.{head}.weight", f"heads.{head}.bias"
+def head_names(head: int) -> tuple[str, str, str]:
+    """Of the tensors of a head, in the order of their use."""
+    return f"heads.{head}.weight", f"heads.{head}.bias", f"heads.{head}.out"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, log
+from math import log
 from time import perf_counter
 
 import torch
@@ -11,10 +11,10 @@ import torch
 from workers.decoding.guess_tree import GrowingTree
 from workers.engine.proposals import HeadTask, Pass, Proposals
 from workers.engine.step import StepPlan
-from workers.model.medusa import MedusaHeads, rows_of
+from workers.kernels import GuessTask
+from workers.model.medusa import MedusaHeads
 from workers.runtime.device import ends_the_group
 
-_BRANCHES = 4  # tokens that a tree may hold after one
 # Log-probabilities below which a token is not worth asking the next head what follows, which takes a tenth of
 # a step of one sequence, nor worth being checked, which takes a thirtieth.
 _FOLLOWED = log(0.3)
@@ -31,7 +31,7 @@ class MedusaRunner:
 
     @property
     def num_heads(self) -> int:
-        return len(self._heads.layers)
+        return len(self._heads.model.heads)
 
     def keep(self, plan: StepPlan, hidden: torch.Tensor | None) -> None:
         """The last hidden states of a step, valid until the next; None: not all of them are there."""
@@ -51,26 +51,21 @@ class MedusaRunner:
         rows = [firsts[task.slice] + task.row for task in tasks if task.slice < len(firsts)]
         if len(rows) < len(tasks) or max(rows) >= len(self._hidden):  # slices were computed one by one
             return none
+        wanted = [
+            GuessTask(row, task.token_id, task.num_drafts, task.is_chain)
+            for row, task in zip(rows, tasks, strict=True)
+        ]
         trees = [GrowingTree(task.num_drafts) for task in tasks]
         is_broken = False
-        states, going_on = rows_of(self._hidden, rows), list(enumerate(task.token_id for task in tasks))
-        for head in range(self.num_heads):
-            states = self._heads.moved(head, states, [token_id for _, token_id in going_on])
-            asked, going_on, kept = going_on, [], []
-            for row, ((index, _), best) in enumerate(
-                zip(asked, self._heads.best(states, _BRANCHES), strict=True)
-            ):
-                if not isfinite(best[0][1]):
-                    is_broken = True
-                    continue
-                is_chain = tasks[index].is_chain
-                token_id = trees[index].grow(best[:1] if is_chain else best, _FOLLOWED)
-                if token_id is not None:
-                    going_on.append((index, token_id))
-                    kept.append(row)
-            if not going_on:
-                break
-            states = rows_of(states, kept)
+        for task, tree, levels in zip(
+            tasks, trees, self._heads(self._hidden, wanted, _FOLLOWED), strict=True
+        ):
+            if levels is None:
+                is_broken = True
+                continue
+            for tokens in levels:
+                tree.grow(tokens[:1] if task.is_chain else tokens)
+            tree.add_chain(*task.copied)
         found = [tree.likeliest(_CHECKED) for tree in trees]
         return Proposals(
             [tree.token_ids for tree in found],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 
 import pytest
 import torch
 
+from workers.decoding.copies import Copied
 from workers.engine.proposals import HeadTask
 from workers.engine.step import GroupFailed, SampleTask, SequenceSlice, StepPlan
-from workers.kernels import TorchKernels
+from workers.kernels import GuessHead, GuessModel, PackedLinear, TorchKernels
 from workers.model.medusa import MedusaHeads
 from workers.runtime.medusa import MedusaRunner
 from workers.types import SamplingParams
@@ -35,13 +37,21 @@ def runner() -> MedusaRunner:
     ones the token of the state's largest element; the second says the one after the first's."""
     kernels, one = TorchKernels(), torch.eye(SIZE)
     of_token, none = 50 * one.roll(1, 1), 0 * one
-    heads = MedusaHeads(
-        layers=(kernels.pack_linear(none, None, torch.float32),) * 2,
-        tokens=(torch.cat((of_token, none[:1])), torch.cat((2 * of_token, none[:1]))),
+    state, out = (kernels.pack_linear(each, None, torch.float32) for each in (none, one))
+    model = GuessModel(
+        heads=tuple(
+            GuessHead(state=state, tokens=torch.cat((tokens, none[:1])), out=out)
+            for tokens in (of_token, 2 * of_token)
+        ),
         vocabulary=kernels.pack_linear(one, None, torch.float32),
         token_ids=tuple(range(0, 10 * SIZE, 10)),
+        vocab_size=10 * SIZE,
     )
-    return MedusaRunner(heads)
+    return MedusaRunner(MedusaHeads(model))
+
+
+def with_vocabulary(heads: MedusaHeads, product: PackedLinear) -> MedusaHeads:
+    return replace(heads, model=replace(heads.model, vocabulary=product))
 
 
 def rows(*largest: int) -> torch.Tensor:
@@ -74,15 +84,28 @@ def test_a_tree_holds_the_likeliest_and_nothing_unlikely(runner: MedusaRunner) -
     assert runner.propose(7, [HeadTask(0, 1, OTHER, 5)]).parents == [(-1,) * 4]
 
 
+def test_what_is_copied_joins_the_tree(runner: MedusaRunner) -> None:
+    runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
+    copied = Copied((10, 20, 60), log(0.9))  # the first two are what the heads say, too
+    found = runner.propose(
+        7, [HeadTask(0, 1, OTHER, 3, copied=copied), HeadTask(0, 1, OTHER, 2, copied=copied)]
+    )
+    assert (found.drafts, found.parents) == ([(10, 20, 60), (10, 20)], [(-1, 0, 1), (-1, 0)])
+    other = runner.propose(7, [HeadTask(0, 1, OTHER, 8, copied=Copied((3, 4), log(0.5)))])
+    assert (other.drafts, other.parents) == ([(10, 20, 3, 4)], [(-1, 0, -1, 2)])
+    unlikely = HeadTask(0, 1, OTHER, 8, copied=Copied((3, 4), log(0.1)))
+    assert runner.propose(7, [unlikely]).drafts == [(10, 20, 3)]
+
+
 def test_logits_of_many_rows_are_made_in_parts(runner: MedusaRunner) -> None:
     sizes: list[int] = []
     heads = runner._heads
 
     def counted(x: torch.Tensor) -> torch.Tensor:
         sizes.append(x.shape[0])
-        return heads.vocabulary(x)
+        return heads.model.vocabulary(x)
 
-    runner = MedusaRunner(replace(heads, vocabulary=counted))
+    runner = MedusaRunner(with_vocabulary(heads, counted))
     piece = SequenceSlice(token_ids=(5,), start=0, block_table=(0,), sample=SAMPLE)
     runner.keep(StepPlan(number=7, slices=(piece,) * 600), 8 * torch.eye(SIZE).repeat(75, 1))
     proposals = runner.propose(7, [HeadTask(index, 0, OTHER, 2, True) for index in range(600)])
@@ -114,7 +137,7 @@ def test_a_fault_of_the_device_ends_the_group_and_another_does_not(runner: Medus
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise fault
 
-    runner = MedusaRunner(replace(runner._heads, vocabulary=broken))
+    runner = MedusaRunner(with_vocabulary(runner._heads, broken))
     runner.keep(PLAN, rows(0, 1, 2, 3, 4, 5))
     fault: Exception = torch.AcceleratorError("an illegal memory access")
     with pytest.raises(GroupFailed, match="rank 0 fails in guessing by heads: an illegal memory access"):

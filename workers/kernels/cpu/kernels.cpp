@@ -11,6 +11,7 @@
 #include "block_answer.h"
 #include "collective.h"
 #include "draw.h"
+#include "guess.h"
 #include "region.h"
 #include "roof.h"
 #include "rows.h"
@@ -233,6 +234,11 @@ StepScratch* tandem_step_scratch() { return new StepScratch; }
 void tandem_free_step_scratch(StepScratch* scratch) { delete scratch; }
 int tandem_step(const Model* model, const StepInput* input, const int32_t* message, long ints, StepScratch* scratch, int threads) {
   return run_step(*model, *input, message, ints, *scratch, threads);
+}
+GuessScratch* tandem_guess_scratch() { return new GuessScratch; }
+void tandem_free_guess_scratch(GuessScratch* scratch) { delete scratch; }
+int tandem_guess(const GuessHeads* heads, const GuessInput* input, GuessScratch* scratch, int threads) {
+  return run_guess(*heads, *input, *scratch, threads);
 }
 #endif
 }

@@ -11,7 +11,6 @@
 #include <memory>
 
 #include "attend.h"
-#include "barrier.h"
 #include "collective.h"
 #include "draw.h"
 #include "huge.h"
@@ -19,14 +18,14 @@
 #include "region.h"
 #include "rows.h"
 #include "step_model.h"
+#include "team.h"
 
 // What a thread keeps from step to step.
 struct ThreadScratch {
   std::vector<float> row;
-  std::vector<CacheLine> few;  // rows prepared for quantized weights
   std::vector<bf16> own_rows;  // residual and norms
   AttentionScratch attention;
-  LinearScratch sums;
+  TeamScratch team;
   DrawScratch drawing;
   explicit ThreadScratch(const Model& m) : row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d) {}
 };
@@ -87,8 +86,8 @@ inline void find_tasks(const Model& m, const StepInput& in, StepScratch& s, bool
 template <class S> class StepWalk {
  public:
   StepWalk(const Model& m, const StepInput& in, StepScratch& s, Barrier& together, bool shares)
-      : m(m), in(in), s(s), at(s.layout), together(together), thread(omp_get_thread_num()), team(omp_get_num_threads()),
-        mine(*s.threads[thread]), rows(at.tokens), most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART),
+      : m(m), in(in), s(s), at(s.layout), mine(*s.threads[omp_get_thread_num()]), work(together, s.counters.get(), s.prepared.data(), mine.team),
+        thread(work.thread), rows(at.tokens), most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART),
         shares(shares), in_shares(can_mix_shares()),
         own(shares ? m.parts[m.collective->rank] : AttentionPart{in.pool, s.qkv.data(), s.attended.data(), m.heads, m.kv_heads}) {}
 
@@ -128,9 +127,9 @@ template <class S> class StepWalk {
   const StepInput& in;
   StepScratch& s;
   const StepLayout& at;
-  Barrier& together;
-  const long thread, team;
   ThreadScratch& mine;
+  TeamThread work;
+  const long thread;
   long rows;
   const long most_rows;
   const bool apart;             // every thread has a residual and norms of its own
@@ -138,13 +137,9 @@ template <class S> class StepWalk {
   const bool shares;            // ranks do attention tasks for each other
   const bool in_shares;         // ranks have a share of the rows each, between the products
   const AttentionPart own;
-  long phase = 0;  // number of the next task counter; equal on all threads
 
   long qkv_width() const { return (m.heads + 2 * m.kv_heads) * m.d; }
-  template <class F> void each_row(F body) {
-    for (long r = rows * thread / team, end = rows * (thread + 1) / team; r < end; r++) body(r);
-    together.wait();
-  }
+  template <class F> void each_row(F body) { work.each_row(rows, body); }
   // For what every thread makes for itself where rows are few: that takes less time than to wait for another.
   template <class F> void each_normed_row(F body) {
     if (!apart) return each_row(body);
@@ -155,23 +150,8 @@ template <class S> class StepWalk {
     memcpy(mine.own_rows.data(), residual, size_t(rows * m.hidden) * 2);
     residual = mine.own_rows.data(), normed = residual + most_rows * m.hidden;
   }
-  // Each thread has its own part of the tasks, in order, so that it reads one stream; then it helps the others.
-  template <class F> void each_task(long count, F body) {
-    std::atomic<long>* taken = &s.counters[team * phase++];
-    for (long t = 0; t < team; t++) {
-      const long owner = (thread + t) % team, first = count * owner / team, end = count * (owner + 1) / team;
-      for (long i; (i = first + taken[owner].fetch_add(1, std::memory_order_relaxed)) < end;) body(i);
-    }
-    together.wait();
-  }
   template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out) { linear(w, x, out, w.columns); }
-  template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out, long width) {
-    const LinearRows input = rows_for(w, x);
-    each_task(linear_tasks(w, rows), [&](long i) { linear_task(w, input, rows, i, mine.sums, out, width); });
-  }
-  LinearRows rows_for(const PackedWeights& w, const bf16* x) {
-    return {is_quantized(w) ? prepared(w, x) : (const char*)x, input_bytes(w)};
-  }
+  template <class Out> void linear(const PackedWeights& w, const bf16* x, Out* out, long width) { work.linear(w, x, rows, out, width); }
   // gated (rows, inner) = silu(gate) * up of normed * w.
   void gate_up(const PackedWeights& w, bf16* gated) {
     if (!gates_in_place(w)) {
@@ -181,20 +161,8 @@ template <class S> class StepWalk {
         silu_mul_row(gate, gate + m.inner, gated + r * m.inner, m.inner);
       });
     }
-    const LinearRows input = rows_for(w, normed);
-    each_task(gated_tasks(w, rows), [&](long i) { gated_task(w, input, rows, i, mine.sums, gated); });
-  }
-  // Few rows are prepared by every thread for itself, which takes less time than to wait for another.
-  const char* prepared(const PackedWeights& w, const bf16* x) {
-    const size_t bytes = input_bytes(w);
-    if (rows <= team) {
-      if (const size_t wanted = prepared_lines(rows, bytes); mine.few.size() < wanted) mine.few.resize(wanted);
-      for (long r = 0; r < rows; r++) prepare_row(w, x + r * w.k, (char*)mine.few.data(), size_t(r));
-      return (const char*)mine.few.data();
-    }
-    char* all = (char*)s.prepared.data();
-    each_row([&](long r) { prepare_row(w, x + r * w.k, all, size_t(r)); });
-    return all;
+    const LinearRows input = work.rows_for(w, normed, rows);
+    work.each_task(gated_tasks(w, rows), [&](long i, LinearScratch& sums) { gated_task(w, input, rows, i, sums, gated); });
   }
   // x * w of all ranks is added to the residual, whose norm follows. False as of add_up.
   bool mix_and_norm(const PackedWeights& w, const bf16* x, const NodeOrder& order, const float* bias, const bf16* weight) {
@@ -208,14 +176,14 @@ template <class S> class StepWalk {
     Collective& group = *m.collective;
     linear(w, x, s.nodes.data());
     if (thread == 0) group.join_share(s.nodes.data(), size_t(rows), size_t(m.hidden), order, bias, s.mixed.data());
-    together.wait();
+    work.wait();
     if (group.failure()) return false;
     const Collective::Share share = group.share_of(group.rank, size_t(rows));
     const long first = long(share.first), count = long(share.end - share.first);
-    for (long r = first + count * thread / team, end = first + count * (thread + 1) / team; r < end; r++) add_norm(weight, r);
-    together.wait();
+    for (long r = first + count * thread / work.team, end = first + count * (thread + 1) / work.team; r < end; r++) add_norm(weight, r);
+    work.wait();
     if (thread == 0) group.gather_shares((char*)normed, size_t(rows), size_t(m.hidden) * 2);
-    together.wait();
+    work.wait();
     return group.failure() == 0;
   }
   // Where every row goes on to the end, so that none moves to another rank, and all ranks walk like this one.
@@ -235,14 +203,14 @@ template <class S> class StepWalk {
     }
     linear(w, x, s.nodes.data());
     if (thread == 0) m.collective->join(s.nodes.data(), size_t(rows), size_t(m.hidden), order, bias, s.mixed.data());
-    together.wait();
+    work.wait();
     return m.collective->failure() == 0;
   }
   // x (rows, hidden) becomes the sum over the ranks. False on all threads when that failed: then the step has no result.
   bool add_up(bf16* x) {
     if (!m.collective) return true;
     if (thread == 0) m.collective->all_reduce(x, size_t(rows * m.hidden));
-    together.wait();
+    work.wait();
     return m.collective->failure() == 0;
   }
   // An id of another rank gives zeros: the sum over the ranks hands its row to all.
@@ -291,7 +259,7 @@ template <class S> class StepWalk {
     if (shares) return attend_together(w, layer);
     const auto a = attention_of(own, w, layer);
     const auto& tasks = s.tasks[0];
-    each_task(long(tasks.size()), [&](long i) { attend(a, tasks[i], after(tasks, i), mine.attention); });
+    work.each_task(long(tasks.size()), [&](long i, LinearScratch&) { attend(a, tasks[i], after(tasks, i), mine.attention); });
   }
   // Ranks with less to do take over tasks of the others, which all of them would wait for.
   void attend_together(const LayerWeights& w, long layer) {
@@ -299,20 +267,20 @@ template <class S> class StepWalk {
     const auto& tasks = s.tasks[group.rank];
     TaskBoard& board = group.board(group.rank);
     if (thread == 0) board.open(uint32_t(tasks.size()), group.rank);
-    together.wait();
+    work.wait();
     const auto a = attention_of(own, w, layer);
-    for (TaskBoard::Run run; (run = board.take_first(uint32_t(2 * team))).first < run.end;)
+    for (TaskBoard::Run run; (run = board.take_first(uint32_t(2 * work.team))).first < run.end;)
       for (long i = run.first; i < run.end; i++, board.finish()) attend(a, tasks[i], after(tasks, i), mine.attention);
     for (int next = 1; next < group.ranks; next++) help((group.rank + next) % group.ranks, w, layer);
     if (thread == 0) group.wait_done(uint32_t(tasks.size()));
-    together.wait();
+    work.wait();
   }
   void help(int rank, const LayerWeights& w, long layer) {
     Collective& group = *m.collective;
     const auto& tasks = s.tasks[rank];
     if (tasks.size() > s.tasks[group.rank].size()) {  // it will be late at the sum: worth to wait for
       if (thread == 0) group.wait_opened(rank);
-      together.wait();
+      work.wait();
     }
     if (!group.has_opened(rank)) return;
     TaskBoard& board = group.board(rank);
@@ -332,15 +300,15 @@ template <class S> class StepWalk {
       group.board(group.rank).open(draws, group.rank);
       group.meet();
     }
-    together.wait();
+    work.wait();
     if (group.failure()) return;
     TaskBoard& board = group.board(0);
-    const auto take = [&] { return leads ? board.take_first(uint32_t(2 * team)) : board.take_last(group.rank); };
+    const auto take = [&] { return leads ? board.take_first(uint32_t(2 * work.team)) : board.take_last(group.rank); };
     for (TaskBoard::Run run; (run = take()).first < run.end;)
       for (long r = run.first; r < run.end; r++, board.finish())
         to.ids[r] = draw_id(to.logits + r * to.width, to.width, to.draws[r], true, mine.drawing);
     if (thread == 0 && group.wait_done(draws)) std::copy(to.ids, to.ids + draws, in.ids);
-    together.wait();
+    work.wait();
   }
 };
 

@@ -16,7 +16,14 @@ from workers.kernels.gpu.linear import GpuLinear
 from workers.kernels.gpu.linear_int4 import pack_int4
 from workers.kernels.gpu.norms import add_rms_norm, layer_norm, rms_norm
 from workers.kernels.gpu.rotary import rotary_and_write
-from workers.kernels.interface import FusedStep, PackedLinear, PartLinear, StepModel
+from workers.kernels.interface import (
+    FusedGuesses,
+    FusedStep,
+    GuessModel,
+    PackedLinear,
+    PartLinear,
+    StepModel,
+)
 from workers.kernels.order import SumOrder
 from workers.kernels.paged_cache import LayerCache
 from workers.kernels.quantized import QuantizedWeight, quantize
@@ -129,4 +136,7 @@ class GpuKernels:
         return self._torch.pack_part(weight, dtype, order)
 
     def fuse(self, model: StepModel) -> FusedStep | None:
+        return None
+
+    def fuse_guesses(self, model: GuessModel) -> FusedGuesses | None:
         return None
