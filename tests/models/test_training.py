@@ -24,7 +24,20 @@ from workers.training.material import Material, Plan, lessons_of, prepare
 from workers.training.prompts import Part
 
 HIDDEN, VOCAB, WIDTH = 64, 128, 96
-OPTIONS = ("--prompts", "20", "--max-tokens", "12", "--vocabulary", "64", "--threads", "1", "--epochs", "1")
+OPTIONS = (
+    "--prompts",
+    "20",
+    "--own-prompts",
+    "0",
+    "--max-tokens",
+    "12",
+    "--vocabulary",
+    "64",
+    "--threads",
+    "1",
+    "--epochs",
+    "1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +56,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def material(target: Path, work: Path) -> Material:
-    plan = Plan(folder=target, work=work, seed=0, num_prompts=20, max_tokens=12, vocabulary=64, threads=1)
+    plan = Plan(
+        folder=target, work=work, seed=0, num_prompts=20, num_asked=0, max_tokens=12, vocabulary=64, threads=1
+    )
     return prepare(plan, Progress(io.StringIO()))
 
 
@@ -65,7 +80,9 @@ def test_what_is_there_is_not_made_again(material: Material, target: Path, work:
     """An interrupted writing goes on; a finished one costs nothing."""
     file = work / "text.jsonl"
     whole = file.read_bytes()
-    plan = Plan(folder=target, work=work, seed=0, num_prompts=20, max_tokens=12, vocabulary=64, threads=1)
+    plan = Plan(
+        folder=target, work=work, seed=0, num_prompts=20, num_asked=0, max_tokens=12, vocabulary=64, threads=1
+    )
     prepare(plan, Progress(io.StringIO()))
     assert file.read_bytes() == whole
     lines = whole.splitlines(keepends=True)
@@ -73,6 +90,27 @@ def test_what_is_there_is_not_made_again(material: Material, target: Path, work:
     again = prepare(plan, Progress(io.StringIO()))
     assert [text.number for text in again.texts] == list(range(44))
     assert [text.prompt_ids for text in again.texts] == [text.prompt_ids for text in material.texts]
+
+
+def test_the_model_is_asked_for_prompts_once(target: Path, tmp_path: Path) -> None:
+    plan = Plan(
+        folder=target,
+        work=tmp_path,
+        seed=0,
+        num_prompts=4,
+        num_asked=16,
+        max_tokens=4,
+        vocabulary=64,
+        threads=1,
+    )
+    texts = prepare(plan, Progress(io.StringIO())).texts
+    own = json.loads((tmp_path / "prompts.json").read_text())
+    assert 0 < len(own) == len(set(own)) <= 16
+    assert [text.number for text in texts] == list(range(4 + 24 + len(own)))
+    assert all(text.part is Part.TRAINING for text in texts[28:])
+    before = [file.stat().st_mtime_ns for file in sorted(tmp_path.iterdir())]
+    prepare(plan, Progress(io.StringIO()))
+    assert [file.stat().st_mtime_ns for file in sorted(tmp_path.iterdir())] == before
 
 
 def test_a_draft_learns_and_loads(material: Material, target: Path, tmp_path: Path) -> None:
@@ -134,7 +172,7 @@ def test_commands(
 def test_guessing_for_another_model_is_said(
     material: Material, target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    medusa.save(medusa.MedusaHeads(3, HIDDEN), material, tmp_path / "medusa")
+    medusa.save(medusa.MedusaHeads(3, HIDDEN, 32), material, tmp_path / "medusa")
     draft.save(
         draft.make_draft(Checkpoint(target), [0], 32, material.embedding), material, tmp_path / "draft"
     )

@@ -1,6 +1,7 @@
 """Training of what guesses tokens for a model: Medusa heads and draft models, from the model's own text.
 
     prompts     chat prompts made from topics and instructions
+    asking      and those that the model makes itself
     writing     the model's answers to them, by the engine of this project: `text.jsonl`
     states      what the model computes along its answers: `states.safetensors`
     material    both, ready to train on; the draft vocabulary; what to learn at each place

@@ -25,6 +25,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=at_least_one, default=520, help="made from templates; a tenth is held out"
     )
+    parser.add_argument(
+        "--own-prompts", type=at_least_none, default=960, help="times that the model is asked for a prompt"
+    )
     parser.add_argument("--max-tokens", type=at_least_one, default=256, help="longest answer")
     parser.add_argument(
         "--vocabulary", type=at_least_one, default=8192, help="tokens that guesses are made of"
@@ -35,12 +38,21 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def at_least_one(text: str) -> int:
     """A type of options. Raises ArgumentTypeError."""
+    return _at_least(1, text)
+
+
+def at_least_none(text: str) -> int:
+    """Likewise."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return number
 
 
@@ -52,6 +64,7 @@ def run_training(options: argparse.Namespace, work: Callable[[Material, Progress
         work=options.work or options.out.with_name(f"{options.out.name}-work"),
         seed=options.seed,
         num_prompts=options.prompts,
+        num_asked=options.own_prompts,
         max_tokens=options.max_tokens,
         vocabulary=options.vocabulary,
         threads=options.threads,

@@ -37,7 +37,8 @@ class Plan:
     folder: Path  # of the target
     work: Path  # where text and states are kept
     seed: int
-    num_prompts: int
+    num_prompts: int  # made from templates
+    num_asked: int  # times that the model is asked for a prompt
     max_tokens: int
     vocabulary: int  # tokens of the draft vocabulary
     threads: int
@@ -91,7 +92,11 @@ def prepare(plan: Plan, progress: Progress) -> Material:
     target_hash = checkpoint.model_hash()
     plan.work.mkdir(parents=True, exist_ok=True)
     header = Header(
-        target_hash=target_hash, seed=plan.seed, count=plan.num_prompts, max_tokens=plan.max_tokens
+        target_hash=target_hash,
+        seed=plan.seed,
+        count=plan.num_prompts,
+        asked=plan.num_asked,
+        max_tokens=plan.max_tokens,
     )
     texts = write_texts(
         plan.work / "text.jsonl",

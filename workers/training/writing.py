@@ -1,6 +1,6 @@
 """The model's own answers to prompts, kept in a file that grows answer by answer and can be gone on with.
 
-    {"target_hash": ..., "seed": ..., "count": ..., "max_tokens": ...}
+    {"target_hash": ..., "seed": ..., "count": ..., "asked": ..., "max_tokens": ...}
     {"number": 0, "part": "training", "prompt_ids": [...], "answer_ids": [...]}
     ...
 
@@ -22,6 +22,7 @@ from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig
 from workers.engine.engine import Engine
 from workers.progress import Progress
 from workers.runtime.launch import LocalGroup
+from workers.training.asking import read_or_ask
 from workers.training.prompts import Part, Prompt
 from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
 
@@ -42,6 +43,7 @@ class Header:
     target_hash: str  # `Checkpoint.model_hash` of the model that wrote them
     seed: int  # of prompts and sampling
     count: int  # prompts that are made from templates
+    asked: int  # times that the model is asked for one
     max_tokens: int  # longest answer
 
 
@@ -74,11 +76,13 @@ def read_texts(file: Path, header: Header) -> list[Text]:
 def write_texts(
     file: Path, header: Header, prompts: Sequence[Prompt], *, folder: Path, threads: int, progress: Progress
 ) -> list[Text]:
-    """Has the model in `folder` answer those prompts that the file has no answer to. Returns all texts.
+    """Has the model in `folder` answer those prompts that the file has no answer to, and behind them those
+    that it makes itself. Returns all texts.
 
-    Raises TextError, OSError, and what loading a model raises."""
+    Raises TextError, ValueError as `read_or_ask`, OSError, and what loading a model raises."""
     done = {text.number for text in read_texts(file, header)}
-    if len(done) < len(prompts):
+    asked_for = file.with_name("prompts.json")
+    if len(done) < len(prompts) + _num_stored(asked_for, header):
         _drop_cut_line(file)
         progress.start("loading the target to have it write")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -91,17 +95,20 @@ def write_texts(
         with LocalGroup(config) as group, file.open("a", encoding="utf-8") as stream:
             if not stream.tell():
                 stream.write(json.dumps(asdict(header)) + "\n")
-            waiting = {
-                number: (prompt.part, _chat_ids(tokenizer, prompt.text))
-                for number, prompt in enumerate(prompts)
-                if number not in done
-            }
             engine = Engine(
                 limits=group.facts.limits,
                 cache=CacheConfig(block_size=group.facts.block_size),
                 schedule=config.schedule,
                 executor=group.executor,
             )
+            own: list[Prompt] = []
+            if header.asked:
+                own = read_or_ask(asked_for, header.asked, header.seed, engine, tokenizer, progress)
+            waiting = {
+                number: (prompt.part, _chat_ids(tokenizer, prompt.text))
+                for number, prompt in enumerate([*prompts, *own])
+                if number not in done
+            }
             for text in _answer(engine, header, waiting, progress):
                 line = {
                     "number": text.number,
@@ -146,6 +153,13 @@ def _answer(
             if num_done % BATCH == 0:
                 progress.start(f"writing: {num_done} of {len(waiting)} answers, {num_tokens} tokens")
             yield Text(number=number, part=part, prompt_ids=prompt_ids, answer_ids=answer_ids)
+
+
+def _num_stored(file: Path, header: Header) -> int:
+    """Prompts that the model has made; as long as it has not, more than none."""
+    if not header.asked:
+        return 0
+    return len(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else 1
 
 
 def _chat_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 from workers.training.prompts import Part
 from workers.training.writing import Header, Text, TextError, _drop_cut_line, read_texts
 
-HEADER = Header(target_hash="ab", seed=1, count=10, max_tokens=8)
+HEADER = Header(target_hash="ab", seed=1, count=10, asked=0, max_tokens=8)
 LINES = [
     {"number": 1, "part": "held_out", "prompt_ids": [5], "answer_ids": [6, 7]},
     {"number": 0, "part": "training", "prompt_ids": [3], "answer_ids": [4]},
