@@ -30,7 +30,8 @@ from workers.decoding.times import ReadingTime, StepTimes
 # Guesses have to promise so much more than none: both sides are estimates, and of several numbers of guesses
 # the one that seems best is rarely as good as it seems.
 _MARGIN = 1.05
-_PROBE_EVERY = 32  # steps without guesses
+_PROBE_EVERY = 32  # steps without guesses, or without more than pay
+_LONGER = 2  # guesses, more than pay, in a trial of more
 _PROBE_SHARE = 0.02  # of the time without guesses that reading for a probe may take
 _PROBE_TREE = 4  # guesses of a tree in a probe
 _KNOWN_TREES = (
@@ -84,6 +85,7 @@ class Governor:
         self._reading = ReadingTime()
         self._since_probe = 0
         self._since_probe_s = 0.0
+        self._since_longer = 0  # steps with guesses
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step that decoded only, with `num_rows` rows, drafts among them; the time without guessing."""
@@ -145,7 +147,7 @@ class Governor:
                     worths[index] = []
                 order = _by_worth(worths, room)
                 best = self._best(worths, order)
-        for index in order[: best.num_guesses]:
+        for index in order[: self._with_trial(best.num_guesses)]:
             lengths[index] += 1
         if any(lengths):
             self._since_probe, self._since_probe_s = 0, 0.0
@@ -159,6 +161,15 @@ class Governor:
         else:
             self._since_probe += 1
         return lengths
+
+    def _with_trial(self, num_guesses: int) -> int:
+        """Now and then some more: else steps that once took long, and guesses that once were wrong, would
+        never be known better."""
+        self._since_longer = self._since_longer + 1 if num_guesses else 0
+        if self._since_longer < _PROBE_EVERY:
+            return num_guesses
+        self._since_longer = 0
+        return num_guesses + max(_LONGER, num_guesses // 4)
 
     @property
     def _is_probe_due(self) -> bool:

@@ -11,6 +11,9 @@ _GROWTH = 1.25  # of rows from one measured number to the next
 _TRIED, _TRIED_ROWS = 1.25, 3
 _SHORTEST_S = 1e-6  # of a step
 _WEIGHT = 0.2  # of the newest step in the mean of its number of rows
+# Times that mean, which a step counts for at most: one that is disturbed may take ten times as long.
+_MOST_NEWS = 1.5
+_FIRST = 3  # steps of a number of rows of which the shortest counts: what is done first takes longer
 _READ_WEIGHT = 256  # tokens; a pass that reads more than that counts for more than all before it
 
 
@@ -25,6 +28,7 @@ class StepTimes:
         self._rows: list[float] = []  # rising
         self._seconds: list[float] = []
         self._buckets: list[int] = []
+        self._counts: list[int] = []
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step of `num_rows` has taken so long."""
@@ -35,9 +39,15 @@ class StepTimes:
             self._buckets.insert(index, bucket)
             self._rows.insert(index, float(num_rows))
             self._seconds.insert(index, seconds)
+            self._counts.insert(index, 1)
+            return
+        mean = self._seconds[index]
+        self._rows[index] += _WEIGHT * (num_rows - self._rows[index])
+        self._counts[index] += 1
+        if self._counts[index] <= _FIRST:
+            self._seconds[index] = min(seconds, mean)
         else:
-            self._rows[index] += _WEIGHT * (num_rows - self._rows[index])
-            self._seconds[index] += _WEIGHT * (seconds - self._seconds[index])
+            self._seconds[index] += _WEIGHT * (min(seconds, _MOST_NEWS * mean) - mean)
 
     @property
     def is_empty(self) -> bool:

@@ -54,6 +54,13 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
     assert tried == ([0] * 31 + [8]) * 2
 
 
+def test_more_than_pays_is_tried_now_and_then() -> None:
+    """A step that took long once would not be tried again, nor guesses behind one that was wrong."""
+    governor = _governor(FLAT)
+    taken = [governor.lengths([0.5], [7], 512)[0] for _ in range(64)]
+    assert taken == ([taken[0]] * 31 + [taken[0] + 2]) * 2 and 0 < taken[0] < 6
+
+
 def test_nobody_looks_for_guesses_that_cannot_pay() -> None:
     """But once in 32 steps, whether there are any or not."""
     governor = _governor(FLAT)

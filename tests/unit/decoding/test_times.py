@@ -31,6 +31,15 @@ def test_fewer_rows_never_seem_longer_and_news_count() -> None:
     assert times.of(4) == 2.0
 
 
+def test_what_disturbs_a_step_counts_little() -> None:
+    times = StepTimes()
+    for seconds in (9.0, 1.0, 5.0):  # the first ones
+        times.observe(4, seconds)
+    assert times.of(4) == 1.0
+    times.observe(4, 10.0)
+    assert times.of(4) == pytest.approx(1.1)
+
+
 def test_the_time_of_reading_is_that_of_the_tokens_read_last() -> None:
     reading = ReadingTime()
     assert reading.of(1000) == 0.0
