@@ -93,9 +93,12 @@ def test_what_is_there_is_not_made_again(material: Material, target: Path, work:
 
 
 def test_the_model_is_asked_for_prompts_once(target: Path, tmp_path: Path) -> None:
+    ending = shutil.copytree(target, tmp_path / "ending")
+    config = json.loads((ending / "config.json").read_text())
+    (ending / "config.json").write_text(json.dumps({**config, "eos_token_id": list(range(0, VOCAB, 16))}))
     plan = Plan(
-        folder=target,
-        work=tmp_path,
+        folder=ending,
+        work=tmp_path / "work",
         seed=0,
         num_prompts=4,
         num_asked=16,
@@ -104,13 +107,13 @@ def test_the_model_is_asked_for_prompts_once(target: Path, tmp_path: Path) -> No
         threads=1,
     )
     texts = prepare(plan, Progress(io.StringIO())).texts
-    own = json.loads((tmp_path / "prompts.json").read_text())
+    own = json.loads((plan.work / "prompts.json").read_text())
     assert 0 < len(own) == len(set(own)) <= 16
     assert [text.number for text in texts] == list(range(4 + 24 + len(own)))
     assert all(text.part is Part.TRAINING for text in texts[28:])
-    before = [file.stat().st_mtime_ns for file in sorted(tmp_path.iterdir())]
+    before = [file.stat().st_mtime_ns for file in sorted(plan.work.iterdir())]
     prepare(plan, Progress(io.StringIO()))
-    assert [file.stat().st_mtime_ns for file in sorted(tmp_path.iterdir())] == before
+    assert [file.stat().st_mtime_ns for file in sorted(plan.work.iterdir())] == before
 
 
 def test_a_draft_learns_and_loads(material: Material, target: Path, tmp_path: Path) -> None:
