@@ -32,6 +32,7 @@ from workers.decoding.times import ReadingTime, StepTimes
 _MARGIN = 1.05
 _PROBE_EVERY = 32  # steps without guesses, or without more than pay
 _LONGER = 2  # guesses, more than pay, in a trial of more
+_AT_REST = 4  # steps for which guesses of trees that do not pay are not reckoned anew, which takes time, too
 _PROBE_SHARE = 0.02  # of the time without guesses that reading for a probe may take
 _PROBE_TREE = 4  # guesses of a tree in a probe
 _KNOWN_TREES = (
@@ -86,6 +87,7 @@ class Governor:
         self._since_probe = 0
         self._since_probe_s = 0.0
         self._since_longer = 0  # steps with guesses
+        self._resting = (0, 0)  # steps, with so many sequences
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step that decoded only, with `num_rows` rows, drafts among them; the time without guessing."""
@@ -98,8 +100,11 @@ class Governor:
         room = min(max_rows - len(chances), most * len(chances))
         if self._times.is_empty or room < 1:
             return False
-        if self._is_probe_due or self._may_pay(chances, room):
+        rest, num_sequences = self._resting
+        is_resting = rest > 0 and num_sequences == len(chances)
+        if self._is_probe_due or (not is_resting and self._may_pay(chances, room)):
             return True
+        self._resting = (rest - is_resting, num_sequences)
         self._since_probe += 1
         return False
 
@@ -160,6 +165,8 @@ class Governor:
                 self._since_probe_s = 0.0
         else:
             self._since_probe += 1
+            if self._tree is not None:
+                self._resting = (_AT_REST, len(chances))
         return lengths
 
     def _with_trial(self, num_guesses: int) -> int:

@@ -157,6 +157,21 @@ def test_a_trial_of_a_tree_is_small() -> None:
     assert tried == [[0] * 32] * 31 + [[4] + [0] * 31]
 
 
+def test_trees_that_do_not_pay_are_left_alone_for_some_steps() -> None:
+    governor = Governor(has_trees=True)
+    for rows, milliseconds in FLAT.items():
+        governor.observe(rows, milliseconds / 1000)
+    for _ in range(50):
+        governor.observe_tree((-1, -1, -1), -1)
+    looked = []
+    for step in range(1, 33):
+        if governor.is_worth_looking([0.9] * 4, 8, 512):
+            looked.append((step, sum(governor.lengths([0.9] * 4, [8] * 4, 512))))
+    assert looked == [*((step, 0) for step in range(1, 32, 5)), (32, 4)]
+    governor.lengths([0.9] * 4, [8] * 4, 512)
+    assert governor.is_worth_looking([0.9] * 3, 8, 512)  # there are fewer now
+
+
 def test_slow_guessing_ends_in_a_full_batch_and_is_tried_again() -> None:
     governor = _governor(FLAT)
     for rows in (1, 8, 32):
