@@ -32,7 +32,8 @@ from workers.decoding.times import ReadingTime, StepTimes
 _MARGIN = 1.05
 _PROBE_EVERY = 32  # steps without guesses, or without more than pay
 _LONGER = 2  # guesses, more than pay, in a trial of more
-_AT_REST = 4  # steps for which guesses of trees that do not pay are not reckoned anew, which takes time, too
+_MOST_VAIN = 2  # trials of trees in a row that did not pay, each of which doubles the steps to the next
+_AT_REST = 8  # steps for which guesses of trees that do not pay are not reckoned anew, which takes time, too
 _PROBE_SHARE = 0.02  # of the time without guesses that reading for a probe may take
 _PROBE_TREE = 4  # guesses of a tree in a probe
 _KNOWN_TREES = (
@@ -88,6 +89,7 @@ class Governor:
         self._since_probe_s = 0.0
         self._since_longer = 0  # steps with guesses
         self._resting = (0, 0)  # steps, with so many sequences
+        self._vain = (0, 0)  # trials, with so many sequences
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step that decoded only, with `num_rows` rows, drafts among them; the time without guessing."""
@@ -100,6 +102,8 @@ class Governor:
         room = min(max_rows - len(chances), most * len(chances))
         if self._times.is_empty or room < 1:
             return False
+        if self._vain[1] != len(chances):
+            self._vain = (0, len(chances))
         rest, num_sequences = self._resting
         is_resting = rest > 0 and num_sequences == len(chances)
         if self._is_probe_due or (not is_resting and self._may_pay(chances, room)):
@@ -155,10 +159,12 @@ class Governor:
         for index in order[: self._with_trial(best.num_guesses)]:
             lengths[index] += 1
         if any(lengths):
-            self._since_probe, self._since_probe_s = 0, 0.0
+            self._since_probe, self._since_probe_s, self._vain = 0, 0.0, (0, 0)
         elif self._is_probe_due:
             self._since_probe = 0
             probed = order[0] if order else self._cheapest(limits, unread or ())
+            if self._tree is not None:
+                self._vain = (min(_MOST_VAIN, self._vain[0] + 1), len(chances))
             if probed is not None:
                 most = room if self._tree is None else min(room, _PROBE_TREE)
                 lengths[probed] = max(0, min(limits[probed], most))
@@ -180,7 +186,7 @@ class Governor:
 
     @property
     def _is_probe_due(self) -> bool:
-        return self._since_probe + 1 >= _PROBE_EVERY
+        return self._since_probe + 1 >= _PROBE_EVERY << self._vain[0]
 
     def _may_pay(self, chances: Sequence[float], room: int) -> bool:
         """Whether up to `room` guesses could pay if each were as likely right as the likeliest one. Where

@@ -167,9 +167,29 @@ def test_trees_that_do_not_pay_are_left_alone_for_some_steps() -> None:
     for step in range(1, 33):
         if governor.is_worth_looking([0.9] * 4, 8, 512):
             looked.append((step, sum(governor.lengths([0.9] * 4, [8] * 4, 512))))
-    assert looked == [*((step, 0) for step in range(1, 32, 5)), (32, 4)]
+    assert looked == [*((step, 0) for step in range(1, 32, 9)), (32, 4)]
     governor.lengths([0.9] * 4, [8] * 4, 512)
     assert governor.is_worth_looking([0.9] * 3, 8, 512)  # there are fewer now
+
+
+def test_trees_that_are_tried_in_vain_are_tried_less_often() -> None:
+    governor = Governor(has_trees=True)
+    for rows, milliseconds in FLAT.items():
+        governor.observe(rows, milliseconds / 1000)
+    for _ in range(50):
+        governor.observe_tree((-1, -1, -1), -1)
+
+    def tried(steps: int, num_sequences: int) -> list[int]:
+        chances = [0.9] * num_sequences
+        return [
+            step
+            for step in range(1, steps + 1)
+            if governor.is_worth_looking(chances, 8, 512)
+            and any(governor.lengths(chances, [8] * num_sequences, 512))
+        ]
+
+    assert tried(480, 4) == [32, 96, 224, 352, 480]
+    assert tried(96, 5) == [32, 96]  # there is one more
 
 
 def test_slow_guessing_ends_in_a_full_batch_and_is_tried_again() -> None:
