@@ -193,9 +193,14 @@ class Bench:
         there, here = (min(place, last) * BLOCK_BYTES for place in (blocks[0].source, blocks[0].own))
         target = self._pool.view(-1).numpy().data[here : here + num_bytes]
         raw.sendall(_RUN.pack(there, num_bytes))
+        deadline_s = time.monotonic() + TIMEOUT_S
         while target.nbytes:
             with contextlib.suppress(BlockingIOError):
-                target = target[raw.recv_into(target, 0, flags) :]
+                if (num_got := raw.recv_into(target, 0, flags)) == 0:
+                    raise EOFError("the owner of the bare socket has closed it")
+                target = target[num_got:]
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the bare socket gave too little in {TIMEOUT_S} s")
 
     def _order(self, blocks: Sequence[BlockRead]) -> None:
         ends: Queue[TransferFailed | None] = Queue()

@@ -90,6 +90,7 @@ class Governor:
         self._since_longer = 0  # steps with guesses
         self._resting = (0, 0)  # steps, with so many sequences
         self._vain = (0, 0)  # trials, with so many sequences
+        self._turn = 0  # of one sequence that has a tree
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step that decoded only, with `num_rows` rows, drafts among them; the time without guessing."""
@@ -145,7 +146,8 @@ class Governor:
         if self._times.is_empty:
             return lengths
         if self._tree is not None and self._tree.num_seen < _KNOWN_TREES:
-            limits = _first_alone(limits)
+            limits = _one_alone(limits, self._turn)
+            self._turn += 1
         worths, room = self._worths(chances, limits), max_rows - len(chances)
         order = _by_worth(worths, room)
         best = self._best(worths, order)
@@ -163,9 +165,9 @@ class Governor:
         elif self._is_probe_due:
             self._since_probe = 0
             probed = order[0] if order else self._cheapest(limits, unread or ())
-            if self._tree is not None:
-                self._vain = (min(_MOST_VAIN, self._vain[0] + 1), len(chances))
             if probed is not None:
+                if self._tree is not None:
+                    self._vain = (min(_MOST_VAIN, self._vain[0] + 1), len(chances))
                 most = room if self._tree is None else min(room, _PROBE_TREE)
                 lengths[probed] = max(0, min(limits[probed], most))
                 self._since_probe_s = 0.0
@@ -238,10 +240,11 @@ class Governor:
         return index if takes_s <= _PROBE_SHARE * self._since_probe_s else None
 
 
-def _first_alone(limits: Sequence[int]) -> list[int]:
-    """No guesses but of the first sequence that can have any."""
-    first = next((index for index, limit in enumerate(limits) if limit), -1)
-    return [limit if index == first else 0 for index, limit in enumerate(limits)]
+def _one_alone(limits: Sequence[int], turn: int) -> list[int]:
+    """No guesses but of one of the sequences that can have any, of another one in the next turn."""
+    able = [index for index, limit in enumerate(limits) if limit]
+    chosen = able[turn % len(able)] if able else -1
+    return [limit if index == chosen else 0 for index, limit in enumerate(limits)]
 
 
 def _by_worth(worths: Sequence[Sequence[float]], most: int) -> list[int]:

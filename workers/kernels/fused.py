@@ -28,7 +28,7 @@ from workers.kernels.interface import (
     Turn,
 )
 from workers.kernels.library import Library
-from workers.kernels.memory import KeptRows
+from workers.kernels.memory import MAX_KEPT_ROWS, KeptRows
 from workers.kernels.order import NativeNodeOrder, NodeOrder, native_nodes
 from workers.kernels.packed import NativeLinear, PackedWeights
 from workers.kernels.paged_cache import PagedCache
@@ -57,7 +57,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class NativePart(ctypes.Structure):
-    """RankPart in cpu/step_model.h."""
+    """AttentionPart in cpu/step_model.h."""
 
     _fields_ = [
         ("pool", c_void_p),
@@ -217,6 +217,7 @@ class NativeStep:
         collective, widths = self._model.collective, self._model.head_widths
         assert collective is not None and widths[collective.rank] == self._shape.head.columns, widths
         rows, width = part.logits.shape
+        assert rows <= MAX_KEPT_ROWS, rows  # of more rows KeptRows hands out other memory than this
         assert width == sum(widths) and part.ids.shape == (rows,), (part.logits.shape, part.ids.shape)
         assert part.draws.shape == (rows, len(Draw._fields)), part.draws.shape
         addresses = (each.data_ptr() for each in part)

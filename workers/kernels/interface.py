@@ -161,9 +161,8 @@ class GuessTask(NamedTuple):
 
     row: int  # of the hidden states
     token_id: int  # that came after it
-    num_tokens: (
-        int  # that are wanted: no head is asked when those before have said so many that are as likely
-    )
+    # That are wanted: no head is asked when those before have said so many that are as likely.
+    num_tokens: int
     is_chain: bool = False  # only the best token of each head counts
 
 

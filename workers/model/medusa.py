@@ -98,7 +98,8 @@ def load_heads(
     """Reads and packs all of it, with the rows of the model's head that the guessed tokens have.
 
     quantization: as of the model's linear layers; AUTO: none. Where that is none, products on CPUs have int8
-    weights all the same: a guess that is nearly the best will do, and half of the bytes are read. Raises
+    weights all the same: a guess that is nearly the best will do, and half of the bytes are read (where the
+    kernels have products of int8; elsewhere such weights are read as bf16). Raises
     CheckpointError for ids out of order and values that are not finite or not in the range of `quantization`.
     """
     form = Quantization.NONE if quantization is Quantization.AUTO else quantization

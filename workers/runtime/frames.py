@@ -99,8 +99,8 @@ class FrameSocket:
             self._sending.release()
 
     def receive(self, awake_s: float = 0.0) -> Frame:
-        """Waits for one frame, for the first `awake_s` without sleep: a core that sleeps wakes up late. It is
-        free for whoever wants it. Raises PeerClosed, PeerSilent or ProtocolError."""
+        """Waits for one frame, for the first `awake_s` without sleep, as a core that sleeps wakes up late;
+        whoever else wants the core has it. Raises PeerClosed, PeerSilent or ProtocolError."""
         if awake_s and not self._received:
             self._stay_awake(time.monotonic() + awake_s)
         while (frame := self._next_received()) is None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workers.engine.engine import Engine
 from workers.progress import Progress
-from workers.training.prompts import Part, Prompt
+from workers.training.prompts import Part, Prompt, TextError
 from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
 
 _MARK = "0123456789"
@@ -55,6 +55,8 @@ def _ask(
     num_done = 0
     while engine.has_work():
         for chunk in engine.step():
+            if chunk.finish_reason is FinishReason.ERROR:
+                raise TextError(f"{chunk.request_id}: {chunk.error or 'ended in an error'}")
             found[chunk.request_id] += chunk.token_ids
             if chunk.finish_reason is None:
                 continue

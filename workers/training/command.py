@@ -14,7 +14,7 @@ from workers.engine.step import GroupFailed
 from workers.model.errors import CheckpointError
 from workers.progress import Progress
 from workers.training.material import Material, Plan, prepare
-from workers.training.writing import TextError
+from workers.training.prompts import TextError
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:

@@ -170,6 +170,10 @@ Give me three exercises for a stiff neck.
 """
 
 
+class TextError(Exception):
+    """A file holds other texts than those that are wanted, or the model could not write them."""
+
+
 class Part(Enum):
     """What a prompt is for."""
 

@@ -23,17 +23,13 @@ from workers.engine.engine import Engine
 from workers.progress import Progress
 from workers.runtime.launch import LocalGroup
 from workers.training.asking import read_or_ask
-from workers.training.prompts import Part, Prompt
+from workers.training.prompts import Part, Prompt, TextError
 from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
 
 BATCH = 32  # answers at the same time
 _SAMPLED_EVERY = 3
 _TEMPERATURE = 0.7
 _MAX_WAITING = 1 << 20
-
-
-class TextError(Exception):
-    """The file holds other texts than those that are wanted, or the model could not write them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

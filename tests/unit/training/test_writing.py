@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.training.prompts import Part
-from workers.training.writing import Header, Text, TextError, _drop_cut_line, read_texts
+from workers.training.prompts import Part, TextError
+from workers.training.writing import Header, Text, _drop_cut_line, read_texts
 
 HEADER = Header(target_hash="ab", seed=1, count=10, asked=0, max_tokens=8)
 LINES = [

@@ -33,7 +33,7 @@ struct GuessInput {
   const GuessTask* tasks;
   long num_tasks;
   double least;     // log-probability, with all that it follows, of a token that the next head is asked what comes after
-  int32_t* levels;  // (tasks): heads that were asked; NOT_FINITE: what the last one said is to be thrown away
+  int32_t* levels;  // (tasks): heads that were asked; NOT_FINITE: all of them are to be thrown away
   int32_t* found;   // (tasks, heads, BRANCHES): places among the guessed tokens, best first; -1 when there are fewer tokens
   float* scores;    // the same: log-probabilities
 };
@@ -48,6 +48,7 @@ struct GuessScratch {
   std::vector<CacheLine> prepared;
   std::vector<TeamScratch> threads;
   std::unique_ptr<std::atomic<long>[]> counters;
+  long num_counters = 0;
 
   void fit(const GuessHeads& m, long tasks, long team) {
     states.resize(tasks * m.hidden), bent.resize(tasks * m.inner), said.resize(tasks * m.num_heads * BRANCHES);
@@ -57,7 +58,7 @@ struct GuessScratch {
     prepared.resize(prepared_lines(tasks, row_bytes));
     if (long(threads.size()) < team) threads.resize(size_t(team));
     const long wanted = 3 * m.num_heads * team;
-    counters.reset(new std::atomic<long>[wanted]);
+    if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
     for (long i = 0; i < wanted; i++) counters[i].store(0, std::memory_order_relaxed);
   }
 };

@@ -301,10 +301,10 @@ template <class S> class StepWalk {
       group.meet();
     }
     work.wait();
-    if (group.failure()) return;
     TaskBoard& board = group.board(0);
     const auto take = [&] { return leads ? board.take_first(uint32_t(2 * work.team)) : board.take_last(group.rank); };
-    for (TaskBoard::Run run; (run = take()).first < run.end;)
+    // Whoever returned here would leave the others at the barrier below: thread 0 may find the failure later than they.
+    for (TaskBoard::Run run; !group.failure() && (run = take()).first < run.end;)
       for (long r = run.first; r < run.end; r++, board.finish())
         to.ids[r] = draw_id(to.logits + r * to.width, to.width, to.draws[r], true, mine.drawing);
     if (thread == 0 && group.wait_done(draws)) std::copy(to.ids, to.ids + draws, in.ids);
