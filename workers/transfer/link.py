@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
+import select
 import socket
 import struct
 import time
@@ -101,10 +102,17 @@ class PeerLink:
     def receive_into(self, target: memoryview) -> None:
         """Fills all of it. Raises TransferFailed."""
         deadline_s = time.monotonic() + self._timeout_s
+        arriving = select.poll()
+        arriving.register(self._socket, select.POLLIN)
         while target.nbytes:
             self.raise_if_cancelled()
             try:
-                got = self._socket.recv_into(target, target.nbytes, socket.MSG_WAITALL)
+                got = self._socket.recv_into(target, target.nbytes, socket.MSG_DONTWAIT)
+            except BlockingIOError as error:
+                # Not by the system's timeout: Python tries again after a signal, and that begins anew then.
+                if not arriving.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
+                    raise self._lost(error) from error
+                continue
             except OSError as error:
                 raise self._lost(error) from error
             if got == 0:
