@@ -192,7 +192,7 @@ class Collective {
   const double timeout_s;
   uint32_t round = 0;
   std::vector<float> joined;
-  long failed = 0;
+  std::atomic<long> failed{0};  // written by the thread that waits, read by all
 
   char* slot(int r) const { return slots + (size_t(r) * 2 + round % 2) * CHUNK; }
   static void futex(Place& place, int op, uint32_t value, const timespec* timeout) {
