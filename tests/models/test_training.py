@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from workers.progress import Progress
 from workers.training import draft, medusa
 from workers.training.fit import FitOptions
 from workers.training.material import Material, Plan, lessons_of, prepare
-from workers.training.prompts import Part
+from workers.training.prompts import Part, TextError
 
 HIDDEN, VOCAB, WIDTH = 64, 128, 96
 OPTIONS = (
@@ -107,13 +108,16 @@ def test_the_model_is_asked_for_prompts_once(target: Path, tmp_path: Path) -> No
         threads=1,
     )
     texts = prepare(plan, Progress(io.StringIO())).texts
-    own = json.loads((plan.work / "prompts.json").read_text())
+    own = json.loads((plan.work / "prompts.json").read_text())["prompts"]
     assert 0 < len(own) == len(set(own)) <= 16
     assert [text.number for text in texts] == list(range(4 + 24 + len(own)))
     assert all(text.part is Part.TRAINING for text in texts[28:])
     before = [file.stat().st_mtime_ns for file in sorted(plan.work.iterdir())]
     prepare(plan, Progress(io.StringIO()))
     assert [file.stat().st_mtime_ns for file in sorted(plan.work.iterdir())] == before
+    (plan.work / "text.jsonl").unlink()
+    with pytest.raises(TextError, match=r"prompts\.json has other prompts than those of .*delete it first"):
+        prepare(replace(plan, seed=1), Progress(io.StringIO()))
 
 
 def test_a_draft_learns_and_loads(material: Material, target: Path, tmp_path: Path) -> None:

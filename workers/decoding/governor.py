@@ -26,16 +26,13 @@ from typing import NamedTuple
 
 from workers.decoding.chances import Chance, TreeChances
 from workers.decoding.times import ReadingTime, StepTimes
+from workers.decoding.trials import Trials
 
 # Guesses have to promise so much more than none: both sides are estimates, and of several numbers of guesses
 # the one that seems best is rarely as good as it seems.
 _MARGIN = 1.05
-_PROBE_EVERY = 32  # steps without guesses, or without more than pay
-_LONGER = 2  # guesses, more than pay, in a trial of more
-_MOST_VAIN = 2  # trials of trees in a row that did not pay, each of which doubles the steps to the next
-_AT_REST = 8  # steps for which guesses of trees that do not pay are not reckoned anew, which takes time, too
-_PROBE_SHARE = 0.02  # of the time without guesses that reading for a probe may take
-_PROBE_TREE = 4  # guesses of a tree in a probe
+_TRIAL_SHARE = 0.02  # of the time without guesses that reading for a trial may take
+_TRIED_TREE = 4  # guesses of a tree in a trial
 _KNOWN_TREES = (
     6  # until so many have been checked, one sequence at a time has one: a full batch would pay dearly
 )
@@ -85,17 +82,13 @@ class Governor:
         self._times = StepTimes()
         self._pass_times = StepTimes()
         self._reading = ReadingTime()
-        self._since_probe = 0
-        self._since_probe_s = 0.0
-        self._since_longer = 0  # steps with guesses
-        self._resting = (0, 0)  # steps, with so many sequences
-        self._vain = (0, 0)  # trials, with so many sequences
+        self._trials = Trials(of_trees=has_trees)
         self._turn = 0  # of one sequence that has a tree
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step that decoded only, with `num_rows` rows, drafts among them; the time without guessing."""
         self._times.observe(num_rows, seconds)
-        self._since_probe_s += seconds
+        self._trials.plain_s += seconds
 
     def is_worth_looking(self, chances: Sequence[float], most: int, max_rows: int) -> bool:
         """Whether to look for guesses and to ask for `lengths`: not where none can pay, even if there were
@@ -103,14 +96,12 @@ class Governor:
         room = min(max_rows - len(chances), most * len(chances))
         if self._times.is_empty or room < 1:
             return False
-        if self._vain[1] != len(chances):
-            self._vain = (0, len(chances))
-        rest, num_sequences = self._resting
-        is_resting = rest > 0 and num_sequences == len(chances)
-        if self._is_probe_due or (not is_resting and self._may_pay(chances, room)):
+        trials, num_sequences = self._trials, len(chances)
+        if trials.is_due(num_sequences):
             return True
-        self._resting = (rest - is_resting, num_sequences)
-        self._since_probe += 1
+        if not trials.is_resting(num_sequences) and self._may_pay(chances, room):
+            return True
+        trials.pass_over(num_sequences)
         return False
 
     def observe_tree(self, parents: Sequence[int], last: int) -> None:
@@ -158,37 +149,22 @@ class Governor:
                     worths[index] = []
                 order = _by_worth(worths, room)
                 best = self._best(worths, order)
-        for index in order[: self._with_trial(best.num_guesses)]:
+        trials = self._trials
+        for index in order[: trials.with_more(best.num_guesses)]:
             lengths[index] += 1
         if any(lengths):
-            self._since_probe, self._since_probe_s, self._vain = 0, 0.0, (0, 0)
-        elif self._is_probe_due:
-            self._since_probe = 0
-            probed = order[0] if order else self._cheapest(limits, unread or ())
-            if probed is not None:
-                if self._tree is not None:
-                    self._vain = (min(_MOST_VAIN, self._vain[0] + 1), len(chances))
-                most = room if self._tree is None else min(room, _PROBE_TREE)
-                lengths[probed] = max(0, min(limits[probed], most))
-                self._since_probe_s = 0.0
+            trials.pay()
+        elif trials.is_due(len(chances)):
+            tried = order[0] if order else self._cheapest(limits, unread or ())
+            if tried is None:
+                trials.put_off()
+            else:
+                trials.try_some(len(chances))
+                most = room if self._tree is None else min(room, _TRIED_TREE)
+                lengths[tried] = max(0, min(limits[tried], most))
         else:
-            self._since_probe += 1
-            if self._tree is not None:
-                self._resting = (_AT_REST, len(chances))
+            trials.find_none(len(chances))
         return lengths
-
-    def _with_trial(self, num_guesses: int) -> int:
-        """Now and then some more: else steps that once took long, and guesses that once were wrong, would
-        never be known better."""
-        self._since_longer = self._since_longer + 1 if num_guesses else 0
-        if self._since_longer < _PROBE_EVERY:
-            return num_guesses
-        self._since_longer = 0
-        return num_guesses + max(_LONGER, num_guesses // 4)
-
-    @property
-    def _is_probe_due(self) -> bool:
-        return self._since_probe + 1 >= _PROBE_EVERY << self._vain[0]
 
     def _may_pay(self, chances: Sequence[float], room: int) -> bool:
         """Whether up to `room` guesses could pay if each were as likely right as the likeliest one. Where
@@ -237,7 +213,7 @@ class Governor:
             return None
         index = min(able, key=lambda each: unread[each].num_tokens)
         takes_s = self._reading.of(unread[index].num_tokens)
-        return index if takes_s <= _PROBE_SHARE * self._since_probe_s else None
+        return index if takes_s <= _TRIAL_SHARE * self._trials.plain_s else None
 
 
 def _one_alone(limits: Sequence[int], turn: int) -> list[int]:

@@ -7,6 +7,7 @@ from workers.kernels.collective import CollectiveFailed, SharedCollective, memor
 from workers.kernels.compiler import KernelsUnavailable
 from workers.kernels.draw import NOT_FINITE, Draw
 from workers.kernels.interface import (
+    GUESS_BRANCHES,
     Drawn,
     FusedGuesses,
     FusedStep,
@@ -46,6 +47,7 @@ from workers.kernels.step_message import (
 from workers.weight_forms import Quantization
 
 __all__ = [
+    "GUESS_BRANCHES",
     "MAX_LOGIT_ROWS",
     "NOT_FINITE",
     "BlockAnswer",

@@ -11,12 +11,17 @@ from itertools import chain
 
 import torch
 
-from workers.kernels.interface import GuessedTokens, GuessHead, GuessModel, GuessTask, PackedLinear
+from workers.kernels.interface import (
+    GUESS_BRANCHES,
+    GuessedTokens,
+    GuessHead,
+    GuessModel,
+    GuessTask,
+    PackedLinear,
+)
 from workers.kernels.library import Library
 from workers.kernels.packed import NativeLinear, PackedWeights
 from workers.kernels.step_message import MAX_LOGIT_ROWS
-
-BRANCHES = 4  # tokens that a head says after one
 
 
 class NativeHead(ctypes.Structure):
@@ -87,7 +92,7 @@ class NativeGuesses:
     def _guess(
         self, hidden: torch.Tensor, tasks: Sequence[GuessTask], least: float
     ) -> list[list[GuessedTokens] | None]:
-        of_task = len(self._heads) * BRANCHES
+        of_task = len(self._heads) * GUESS_BRANCHES
         rows, levels = array("q", chain.from_iterable(tasks)), array("i", bytes(4 * len(tasks)))
         places = array("i", bytes(4 * len(tasks) * of_task))
         scores = array("f", bytes(4 * len(tasks) * of_task))
@@ -114,11 +119,13 @@ class NativeGuesses:
         ids = self._model.token_ids
 
         def tokens(at: int) -> GuessedTokens:
-            pairs = zip(places[at : at + BRANCHES], scores[at : at + BRANCHES], strict=True)
+            pairs = zip(places[at : at + GUESS_BRANCHES], scores[at : at + GUESS_BRANCHES], strict=True)
             return [(ids[place], score) for place, score in pairs if place >= 0]
 
         return [
-            None if count < 0 else [tokens(number * of_task + level * BRANCHES) for level in range(count)]
+            None
+            if count < 0
+            else [tokens(number * of_task + level * GUESS_BRANCHES) for level in range(count)]
             for number, count in enumerate(levels)
         ]
 

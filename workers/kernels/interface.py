@@ -166,6 +166,7 @@ class GuessTask(NamedTuple):
     is_chain: bool = False  # only the best token of each head counts
 
 
+GUESS_BRANCHES = 4  # tokens that a head says after one
 GuessedTokens = list[tuple[int, float]]  # best first, each with its log-probability
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from workers.kernels import (
+    GUESS_BRANCHES,
     MAX_LOGIT_ROWS,
     FusedGuesses,
     GuessedTokens,
@@ -25,8 +26,6 @@ from workers.model.errors import CheckpointError
 from workers.model.lending import DRAFT_TOKEN_IDS, check_ids
 from workers.model.medusa_folder import MedusaFolder, head_names
 from workers.model.weights import WeightReader
-
-_BRANCHES = 4  # tokens that a head says after one
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class MedusaHeads:
         ids, found = self.model.token_ids, []
         for rows in torch.split(states, MAX_LOGIT_ROWS):
             logits = self.model.vocabulary(rows)
-            best, places = logits.topk(min(_BRANCHES, len(ids)))
+            best, places = logits.topk(min(GUESS_BRANCHES, len(ids)))
             best -= logits.logsumexp(-1, keepdim=True)
             for scores, where in zip(best.tolist(), places.tolist(), strict=True):
                 found.append([(ids[place], score) for place, score in zip(where, scores, strict=True)])

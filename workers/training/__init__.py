@@ -2,7 +2,8 @@
 
     prompts     chat prompts made from topics and instructions
     asking      and those that the model makes itself
-    writing     the model's answers to them, by the engine of this project: `text.jsonl`
+    answers     to requests, by the engine of this project
+    writing     the model's answers to the prompts: `text.jsonl`
     states      what the model computes along its answers: `states.safetensors`
     material    both, ready to train on; the draft vocabulary; what to learn at each place
     medusa      `python -m workers.training.medusa`: heads on the last hidden state

@@ -22,9 +22,10 @@ from workers.config import CacheConfig, GroupConfig, ModelConfig, ParallelConfig
 from workers.engine.engine import Engine
 from workers.progress import Progress
 from workers.runtime.launch import LocalGroup
-from workers.training.asking import read_or_ask
+from workers.training.answers import answers_to
+from workers.training.asking import Asking, read_or_ask, stored_prompts
 from workers.training.prompts import Part, Prompt, TextError
-from workers.types import FinishReason, GenerateRequest, RequestId, SamplingParams
+from workers.types import GenerateRequest, RequestId, SamplingParams
 
 BATCH = 32  # answers at the same time
 _SAMPLED_EVERY = 3
@@ -75,7 +76,7 @@ def write_texts(
     """Has the model in `folder` answer those prompts that the file has no answer to, and behind them those
     that it makes itself. Returns all texts.
 
-    Raises TextError, ValueError as `read_or_ask`, OSError, and what loading a model raises."""
+    Raises TextError and ValueError as `read_or_ask`, OSError, and what loading a model raises."""
     done = {text.number for text in read_texts(file, header)}
     asked_for = file.with_name("prompts.json")
     if len(done) < len(prompts) + _num_stored(asked_for, header):
@@ -99,7 +100,7 @@ def write_texts(
             )
             own: list[Prompt] = []
             if header.asked:
-                own = read_or_ask(asked_for, header.asked, header.seed, engine, tokenizer, progress)
+                own = read_or_ask(asked_for, _asking(header), engine, tokenizer, progress)
             waiting = {
                 number: (prompt.part, _chat_ids(tokenizer, prompt.text))
                 for number, prompt in enumerate([*prompts, *own])
@@ -121,41 +122,43 @@ def _answer(
     engine: Engine, header: Header, waiting: dict[int, tuple[Part, tuple[int, ...]]], progress: Progress
 ) -> Iterable[Text]:
     """Texts as they are finished."""
-    answers: dict[RequestId, list[int]] = {}
-    numbers: dict[RequestId, int] = {}
-    for number, (part, prompt_ids) in waiting.items():
-        is_sampled = part is Part.TRAINING and number % _SAMPLED_EVERY == 0
-        sampling = SamplingParams(
-            max_tokens=header.max_tokens,
-            temperature=_TEMPERATURE if is_sampled else 0.0,
-            seed=header.seed + number,
-        )
-        request_id = RequestId(f"text-{number}")
-        answers[request_id], numbers[request_id] = [], number
-        engine.add(GenerateRequest(request_id=request_id, prompt_token_ids=prompt_ids, sampling=sampling))
-    num_done, num_tokens = 0, 0
+    numbers = {RequestId(f"text-{number}"): number for number in waiting}
     progress.start(f"writing: {len(waiting)} answers to go")
-    while engine.has_work():
-        for chunk in engine.step():
-            if chunk.finish_reason is FinishReason.ERROR:
-                raise TextError(f"prompt {numbers[chunk.request_id]}: {chunk.error or 'ended in an error'}")
-            answers[chunk.request_id] += chunk.token_ids
-            if chunk.finish_reason is None:
-                continue
-            number = numbers[chunk.request_id]
-            part, prompt_ids = waiting[number]
-            answer_ids = tuple(answers.pop(chunk.request_id))
-            num_done, num_tokens = num_done + 1, num_tokens + len(answer_ids)
-            if num_done % BATCH == 0:
-                progress.start(f"writing: {num_done} of {len(waiting)} answers, {num_tokens} tokens")
-            yield Text(number=number, part=part, prompt_ids=prompt_ids, answer_ids=answer_ids)
+    num_tokens = 0
+    requests = (
+        _request(request_id, header, number, *waiting[number]) for request_id, number in numbers.items()
+    )
+    for num_done, answer in enumerate(answers_to(engine, requests), 1):
+        number = numbers[answer.request_id]
+        part, prompt_ids = waiting[number]
+        num_tokens += len(answer.token_ids)
+        if num_done % BATCH == 0:
+            progress.start(f"writing: {num_done} of {len(waiting)} answers, {num_tokens} tokens")
+        yield Text(number=number, part=part, prompt_ids=prompt_ids, answer_ids=answer.token_ids)
+
+
+def _request(
+    request_id: RequestId, header: Header, number: int, part: Part, prompt_ids: tuple[int, ...]
+) -> GenerateRequest:
+    is_sampled = part is Part.TRAINING and number % _SAMPLED_EVERY == 0
+    sampling = SamplingParams(
+        max_tokens=header.max_tokens,
+        temperature=_TEMPERATURE if is_sampled else 0.0,
+        seed=header.seed + number,
+    )
+    return GenerateRequest(request_id=request_id, prompt_token_ids=prompt_ids, sampling=sampling)
 
 
 def _num_stored(file: Path, header: Header) -> int:
     """Prompts that the model has made; as long as it has not, more than none."""
     if not header.asked:
         return 0
-    return len(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else 1
+    stored = stored_prompts(file, _asking(header))
+    return 1 if stored is None else len(stored)
+
+
+def _asking(header: Header) -> Asking:
+    return Asking(target_hash=header.target_hash, count=header.asked, seed=header.seed)
 
 
 def _chat_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

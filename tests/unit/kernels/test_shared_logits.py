@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.kernels.builds import build
-from tests.unit.kernels.test_fused import DIM, VOCAB, kernels, make_model, noise, step_of, turn_of
+from tests.unit.kernels.test_fused import DIM, HIDDEN, VOCAB, kernels, make_model, noise, step_of, turn_of
 from workers.kernels import NOT_FINITE, Draw, Drawn, FusedStep, LogitsPart, RankPart, StepMessage, StepModel
 from workers.kernels.collective import CollectiveFailed, SharedCollective, memory_bytes
 from workers.kernels.native import CpuKernels
@@ -33,6 +33,7 @@ DRAWS = (
     Draw(2.0, 1, 1.0, 0.0, 0.1),
 )
 MISSING = -7  # no id
+WIDE = 1 << 17  # columns of a rank
 
 __all__ = ["kernels"]  # a fixture
 
@@ -102,9 +103,9 @@ class Group:
         return torch.cat([each.logits for each in found if isinstance(each, Drawn)], dim=1)
 
 
-def logits_part() -> LogitsPart:
+def logits_part(width: int = WHOLE) -> LogitsPart:
     return LogitsPart(
-        logits=torch.zeros(ROOM, WHOLE),
+        logits=torch.zeros(ROOM, width),
         draws=torch.zeros(ROOM, len(BEST), dtype=torch.float64),
         ids=torch.full((ROOM,), MISSING),
     )
@@ -194,3 +195,31 @@ def test_a_wait_for_logits_ends_with_the_group(kernels: CpuKernels) -> None:
     found = group.run(group.steps(is_shared=True), decoding(2), (BEST, BEST))
     assert found[:2] == ["the group has been given up"] * 2
     assert time.monotonic() - started < PATIENCE_S / 2
+
+
+def test_threads_end_together_when_the_group_is_given_up_as_they_draw(kernels: CpuKernels) -> None:
+    """From a row so wide that it takes its time: one thread of six draws, the others wait for it."""
+    wide = replace(
+        make_model(kernels, torch.bfloat16, bias=False, head_norm=False),
+        head=kernels.pack_linear(torch.randn(WIDE, HIDDEN).to(torch.bfloat16), None, torch.float32),
+        head_widths=(WIDE,) * SIZE,
+    )
+    ends: set[object] = set()
+    for share in (0.5, 0.6, 0.7, 0.8) * 5:  # of the time that a step takes
+        group = Group(kernels)
+        group.models = [replace(wide, collective=collective) for collective in group.collectives]
+        group.sharing = [logits_part(SIZE * WIDE)] * SIZE
+        steps = group.steps(is_shared=True)
+
+        def step(group: Group = group, steps: Sequence[FusedStep] = steps) -> Drawn | str:
+            return group.run(steps, decoding(1), [DRAWS[1]], threads=2)[0]
+
+        step()
+        started = time.monotonic()
+        step()
+        end = threading.Timer(share * (time.monotonic() - started), group.collectives[2].abort)
+        end.start()
+        found = step()
+        end.join()
+        ends.add(found if isinstance(found, str) else None)
+    assert "the group has been given up" in ends <= {"the group has been given up", None}

@@ -93,9 +93,14 @@ class Collective {
         const size_t count = (rest.end - rest.first) * columns;
         for (size_t i = 0; i < own; i++) memcpy(place(rank, r) + i * count, mine + i * n + rest.first * columns, count * sizeof(float));
       }
-      publish(own * room * columns * sizeof(float));
+      const auto left_by = [&](int r) {
+        size_t count = 0;
+        for (int other = 0; other < ranks; other++) count += other == r ? 0 : part(other).end - part(other).first;
+        return count * columns * size_t(order.counts[r]) * sizeof(float);
+      };
+      publish(left_by(rank));
       for (int r = 0; r < ranks; r++)
-        if (!arrived(r, size_t(order.counts[r]) * room * columns * sizeof(float))) return false;
+        if (!arrived(r, left_by(r))) return false;
       const Share now = part(rank);
       const size_t begin = now.first * columns, count = (now.end - now.first) * columns;
       join_nodes(begin, count, columns, order, bias, out, [&](int r, size_t i) {

@@ -47,8 +47,7 @@ struct GuessScratch {
   std::vector<float> wide, moved, logits, said;  // said: (tasks, heads * BRANCHES) log-probabilities with all before
   std::vector<CacheLine> prepared;
   std::vector<TeamScratch> threads;
-  std::unique_ptr<std::atomic<long>[]> counters;
-  long num_counters = 0;
+  TaskCounters counters;
 
   void fit(const GuessHeads& m, long tasks, long team) {
     states.resize(tasks * m.hidden), bent.resize(tasks * m.inner), said.resize(tasks * m.num_heads * BRANCHES);
@@ -57,9 +56,7 @@ struct GuessScratch {
     for (long h = 0; h < m.num_heads; h++) row_bytes = std::max({row_bytes, input_bytes(m.heads[h].state), input_bytes(m.heads[h].out)});
     prepared.resize(prepared_lines(tasks, row_bytes));
     if (long(threads.size()) < team) threads.resize(size_t(team));
-    const long wanted = 3 * m.num_heads * team;
-    if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
-    for (long i = 0; i < wanted; i++) counters[i].store(0, std::memory_order_relaxed);
+    counters.reset(3 * m.num_heads * team);
   }
 };
 
@@ -86,7 +83,7 @@ inline bool best_guesses(const float* x, long n, int32_t* places, float* scores)
 class GuessWalk {
  public:
   GuessWalk(const GuessHeads& m, const GuessInput& in, GuessScratch& s, Barrier& together)
-      : m(m), in(in), s(s), work(together, s.counters.get(), s.prepared.data(), s.threads[size_t(omp_get_thread_num())]) {}
+      : m(m), in(in), s(s), work(together, s.counters.first(), s.prepared.data(), s.threads[size_t(omp_get_thread_num())]) {}
 
   void run() {
     const long hidden = m.hidden, inner = m.inner, columns = m.vocabulary.columns;

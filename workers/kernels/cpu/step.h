@@ -7,7 +7,6 @@
 #ifdef HAS_PRODUCTS
 #include <omp.h>
 
-#include <atomic>
 #include <memory>
 
 #include "attend.h"
@@ -38,24 +37,21 @@ struct StepScratch {
   HugeVector<float> nodes;    // of this rank (nodes, rows, hidden)
   HugeVector<CacheLine> prepared;  // rows for quantized weights, of one linear at a time
   std::vector<std::unique_ptr<ThreadScratch>> threads;
-  std::unique_ptr<std::atomic<long>[]> counters;
-  long num_counters = 0;
+  TaskCounters counters;
   void fit(const Model& m, long tokens, long team, bool shares) {
-    auto grow = [](HugeVector<bf16>& v, long n) { if (long(v.size()) < n) v.resize(n); };
+    auto grow = [](auto& v, size_t n) { if (v.size() < n) v.clear(), v.resize(n); };  // nobody needs what was in it
     grow(residual, tokens * m.hidden), grow(normed, tokens * m.hidden), grow(mixed, tokens * m.hidden), grow(kept, tokens * m.hidden);
     if (!shares) grow(qkv, tokens * (m.heads + 2 * m.kv_heads) * m.d), grow(attended, tokens * m.heads * m.d);
     grow(wide, tokens * 3 * m.inner);
     for (const PackedWeights& w : {m.layers[0].output, m.layers[0].down})
-      if (const size_t wanted = size_t(w.order.nodes() * tokens * m.hidden); m.collective && nodes.size() < wanted) nodes.resize(wanted);
+      if (m.collective) grow(nodes, w.order.nodes() * tokens * m.hidden);
     size_t row_bytes = 0;  // the most of any: layers may differ in their formats
     auto consider = [&](const PackedWeights& w) { if (is_quantized(w)) row_bytes = std::max(row_bytes, input_bytes(w)); };
     for (long l = 0; l < m.num_layers; l++) consider(m.layers[l].qkv), consider(m.layers[l].output), consider(m.layers[l].up), consider(m.layers[l].down);
     consider(m.head);
-    if (const size_t wanted = prepared_lines(tokens, row_bytes); prepared.size() < wanted) prepared.resize(wanted);
+    grow(prepared, prepared_lines(tokens, row_bytes));
     while (long(threads.size()) < team) threads.push_back(std::make_unique<ThreadScratch>(m));
-    const long wanted = (m.num_layers + 1) * 5 * team;
-    if (num_counters < wanted) counters.reset(new std::atomic<long>[num_counters = wanted]);
-    for (long i = 0; i < num_counters; i++) counters[i].store(0, std::memory_order_relaxed);
+    counters.reset((m.num_layers + 1) * 5 * team);
   }
 };
 
@@ -86,7 +82,7 @@ inline void find_tasks(const Model& m, const StepInput& in, StepScratch& s, bool
 template <class S> class StepWalk {
  public:
   StepWalk(const Model& m, const StepInput& in, StepScratch& s, Barrier& together, bool shares)
-      : m(m), in(in), s(s), at(s.layout), mine(*s.threads[omp_get_thread_num()]), work(together, s.counters.get(), s.prepared.data(), mine.team),
+      : m(m), in(in), s(s), at(s.layout), mine(*s.threads[omp_get_thread_num()]), work(together, s.counters.first(), s.prepared.data(), mine.team),
         thread(work.thread), rows(at.tokens), most_rows(std::max(at.tokens, at.num_logits)), apart(most_rows <= FEW_ROWS_APART),
         shares(shares), in_shares(can_mix_shares()),
         own(shares ? m.parts[m.collective->rank] : AttentionPart{in.pool, s.qkv.data(), s.attended.data(), m.heads, m.kv_heads}) {}

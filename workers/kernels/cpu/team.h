@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include <atomic>
+#include <memory>
 #include <vector>
 
 #include "barrier.h"
@@ -13,6 +14,20 @@
 struct TeamScratch {
   std::vector<CacheLine> few;  // rows prepared for quantized weights
   LinearScratch sums;
+};
+
+// How many of a thread's tasks are taken, for each set of tasks and each thread.
+class TaskCounters {
+ public:
+  void reset(long wanted) {
+    if (count < wanted) counts.reset(new std::atomic<long>[count = wanted]);
+    for (long i = 0; i < wanted; i++) counts[i].store(0, std::memory_order_relaxed);
+  }
+  std::atomic<long>* first() { return counts.get(); }
+
+ private:
+  std::unique_ptr<std::atomic<long>[]> counts;
+  long count = 0;
 };
 
 class TeamThread {
