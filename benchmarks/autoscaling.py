@@ -98,10 +98,10 @@ class Replay:
         try:
             async with client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
                 async for line in answer.aiter_lines():
-                    if line.startswith("data: {") and sent.first_s is None:
-                        sent.first_s = self.now_s - sent.sent_s
                     if '"error"' in line:
                         sent.error = line[:200]
+                    elif line.startswith("data: {") and sent.first_s is None:
+                        sent.first_s = self.now_s - sent.sent_s
             if answer.status_code != 200:
                 sent.error = str(answer.status_code)
         except httpx.HTTPError as error:
@@ -164,8 +164,11 @@ async def measure_rate(replay: Replay, client: httpx.AsyncClient) -> float:
     """Requests a second of one group that is never idle."""
     began_s, number = time.monotonic(), 12
     await asyncio.gather(*(replay.ask(client) for _ in range(number)))
+    rate = number / (time.monotonic() - began_s)
+    if errors := [sent.error for sent in replay.sent if sent.error]:
+        raise RuntimeError(f"{len(errors)} of {number} requests failed, the first with {errors[0]}")
     replay.sent.clear()
-    return number / (time.monotonic() - began_s)
+    return rate
 
 
 async def wait_for_one_group(replay: Replay, client: httpx.AsyncClient) -> None:

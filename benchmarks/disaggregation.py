@@ -37,6 +37,7 @@ from rich.table import Table
 from benchmarks.groups import Group, GroupPlan, Run, through
 from benchmarks.spin import spin_briefly
 from cluster.figures.machine import facts
+from cluster.figures.percentile import percentile
 
 PREFIX_TOKENS, SUFFIX_TOKENS = 1920, 40
 NUM_STREAMS, STREAM_PROMPT = 8, 128
@@ -51,11 +52,6 @@ Row = dict[str, object]
 
 def tokens(count: int) -> list[int]:
     return [random.randrange(10, 40_000) for _ in range(count)]
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 async def measure_pull(groups: dict[str, Group], runs: int) -> dict[str, list[float]]:
@@ -131,10 +127,10 @@ def interference_row(
     return {
         "subject": subject,
         "gap_p50_ms": round(1e3 * statistics.median(gaps), 1),
-        "gap_p99_ms": round(1e3 * quantile(gaps, 0.99), 1),
+        "gap_p99_ms": round(1e3 * percentile(gaps, 99), 1),
         "gap_max_ms": round(1e3 * max(gaps), 1),
         "first_p50_s": round(statistics.median(firsts), 2),
-        "first_p99_s": round(quantile(firsts, 0.99), 2),
+        "first_p99_s": round(percentile(firsts, 99), 2),
         "stream_tokens_per_s": round(len(gaps) / window_s, 1),
         "good_tokens_per_s": round(sum(gap <= gap_s for gap in gaps) / window_s, 1),
         "good_arrivals": round(sum(first <= first_s for first in firsts) / len(firsts), 2),

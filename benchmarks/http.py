@@ -34,6 +34,7 @@ from benchmarks.client import complete
 from benchmarks.cpu_time import cpu_seconds, mark_of_child
 from benchmarks.subjects import Tandem
 from cluster.figures.machine import facts
+from cluster.figures.percentile import percentile
 from cluster.launch.ports import free_port
 from cluster.models.embedded import ensure
 from workers.model.checkpoint import Checkpoint
@@ -146,14 +147,14 @@ def measure(port: int, mark: str, engine: Tandem, prompts: list[list[list[int]]]
 def row_of(streams: int, samples: Samples) -> Row:
     """Medians, and CPU microseconds a token and process."""
     http, engine = statistics.median(samples.http), statistics.median(samples.engine)
-    firsts = sorted(samples.first_event_s)
+    firsts = samples.first_event_s
     return {
         "streams": streams,
         "http_tokens_per_s": round(http, 1),
         "engine_tokens_per_s": round(engine, 1),
         "share_of_engine": round(http / engine, 3),
         "first_event_p50_ms": round(statistics.median(firsts) * 1e3, 1),
-        "first_event_p99_ms": round(firsts[min(int(len(firsts) * 0.99), len(firsts) - 1)] * 1e3, 1),
+        "first_event_p99_ms": round(percentile(firsts, 99) * 1e3, 1),
         "cpu_us_per_token": {
             name: round(seconds / samples.tokens * 1e6, 1) for name, seconds in sorted(samples.cpu_s.items())
         },

@@ -131,20 +131,20 @@ def main() -> None:
         parallel=ParallelConfig(device="cpu", threads_per_rank=options.threads),
     )
     rows = []
-    plans = [SpeculativeConfig()]
+    plans = {"none": SpeculativeConfig()}
     for wanted in options.methods:
         method, _, folder = wanted.partition("=")
-        plans.append(
-            SpeculativeConfig(method=method, model=folder, max_draft_tokens=options.max_draft_tokens)
+        plans[wanted] = SpeculativeConfig(
+            method=method, model=folder, max_draft_tokens=options.max_draft_tokens
         )
     with ExitStack() as stack:
         shared = stack.enter_context(LocalGroup(config))
         subjects = {}
-        for plan in plans:
+        for name, plan in plans.items():
             group = shared
             if plan.model:  # it lies beside a model of its own
                 group = stack.enter_context(LocalGroup(replace(config, speculative=plan)))
-            subjects[plan.method] = Subject(group, config, plan)
+            subjects[name] = Subject(group, config, plan)
         for kind, texts in _PROMPTS.items():
             chats = [[{"role": "user", "content": text}] for text in texts]
             prompts = [

@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Queue
-from threading import Thread
+from threading import Thread, Timer
 
 import numpy as np
 import torch
@@ -137,7 +137,13 @@ class Bench:
         secret = secrets.token_bytes(32)
         owner.stdin.write(secret.hex() + "\n")
         owner.stdin.flush()
-        port, raw_port = json.loads(owner.stdout.readline())
+        dog = Timer(TIMEOUT_S, owner.kill)
+        dog.start()
+        line = owner.stdout.readline()
+        dog.cancel()
+        if not line:
+            raise RuntimeError("the owner's process did not start; it said why above")
+        port, raw_port = json.loads(line)
         self._num_blocks = num_blocks
         self._source = SourceGroup(LAYOUT, (Endpoint("127.0.0.1", port),))
         self._pool, self._copied = make_pool(num_blocks), make_pool(num_blocks)

@@ -21,8 +21,8 @@ from ray.serve import Application
 from cluster.config.parse import parse_config
 from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
-from cluster.deployment.named_files import key_problems, open_model
-from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostError
+from cluster.deployment.named_files import key_problems, open_model, step_cost_problems
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost
 from cluster.models import embedded
 from cluster.scaling.told import told_numbers
 from router.deployment import Router, RouterStart
@@ -50,6 +50,7 @@ def build(args: dict[str, Any]) -> Application:
         *misfits,
         *_relative_drafts(config),
         *key_problems(config),
+        *step_cost_problems(config),
         *_resource_problems(config),
         *_network_problems(config),
         *_security_problems(config),
@@ -115,14 +116,9 @@ def _pool(
 
 
 def _step_cost(config: TandemConfig) -> StepCost:
-    """What autoscaling reckons with. Raises ConfigError."""
+    """What autoscaling reckons with. Raises StepCostError."""
     file = config.scaling.step_cost
-    if file is None:
-        return SMOLLM2_ON_SMALL_CPU
-    try:
-        return StepCost.load(Path(file))
-    except StepCostError as error:
-        raise ConfigError([Problem(path="scaling.step_cost", message=str(error), got=repr(file))]) from error
+    return SMOLLM2_ON_SMALL_CPU if file is None else StepCost.load(Path(file))
 
 
 def _located(model: ModelConfig) -> ModelConfig:

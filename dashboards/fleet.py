@@ -23,7 +23,6 @@ from router.telemetry import table
 from workers.metrics import group
 
 _FAILED = total_rate(table.SERVER_ERRORS)
-_REFUSED = total_rate(table.CLIENT_ERRORS)
 _ENDED = total_rate(table.REQUESTS)
 USED_BLOCKS = total(level(group.KV_BLOCKS, 'state=~"active|transferring"'))
 ALL_BLOCKS = total(level(group.KV_BLOCKS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dashboards.fleet import ALL_BLOCKS, USED_BLOCKS
 from dashboards.grafana import Dashboard, Query, Row
 from dashboards.promql import (
     average,
@@ -38,7 +39,7 @@ _NOW = (
         "Blocks in use",
         "Share of all pools that requests hold.",
         "percentunit",
-        share(total(level(group.KV_BLOCKS, 'state=~"active|transferring"')), total(level(group.KV_BLOCKS))),
+        share(USED_BLOCKS, ALL_BLOCKS),
         thresholds=(0.8, 0.95),
     ),
     stat(
@@ -168,7 +169,7 @@ _PAIRS = (
     ),
     lines(
         "Speed of a read",
-        "As requests saw it, and placement expects of the next one; mean of the routers.",
+        "Bytes by the seconds on their way, as readers tell; what placement expects of the next one.",
         "Bps",
         Query(average(level(table.KV_PAIR_RATE), "source", "reader"), _PAIR_NAME),
     ),

@@ -53,10 +53,6 @@ class BenchEngine:
     def facts(self) -> RankFacts:
         return self._group.facts
 
-    def forget(self, *, prefix_reuse: bool) -> None:
-        """An empty prefix cache from here on, and whether it remembers anything new."""
-        self._engine = self._fresh(prefix_reuse)
-
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> EngineRun:
         """Continues all prompts greedily by exactly `new_tokens`, whatever end ids come.
 

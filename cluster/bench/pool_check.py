@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.orders import EngineSettings
+from cluster.figures.number_formats import model_dtype
 from cluster.plan.devices import Roofs, this_machine
 from cluster.plan.memory import Shape, plan_memory
 from cluster.plan.models import find_model
@@ -22,7 +23,7 @@ def pool_row(folder: Path, settings: EngineSettings, found: Mapping[str, Any]) -
     Raises DoesNotFit.
     """
     model = find_model(str(folder))
-    dtype = "float32" if settings.dtype == "float32" else "bfloat16"
+    dtype = model_dtype(settings.dtype)
     shape = Shape(
         context=model.spec.max_model_len,
         dtype=dtype,

@@ -76,7 +76,7 @@ def serve(
         check_output(out, force=force)
         rates = _rates(rate)
         runs = {
-            f"{per_s:g}/s": _for_any_model(
+            _rate_name(per_s): _for_any_model(
                 partial(
                     poisson,
                     rate=per_s,
@@ -242,4 +242,10 @@ def _rates(text: str) -> list[float]:
         rates = []
     if not rates or not all(0 < rate < 1e6 for rate in rates):
         raise UsageError(f"--rate {text!r}: give requests a second, above 0, with commas between several")
+    if len({_rate_name(rate) for rate in rates}) < len(rates):
+        raise UsageError(f"--rate {text!r}: give each rate once")
     return rates
+
+
+def _rate_name(per_s: float) -> str:
+    return f"{per_s:g}/s"

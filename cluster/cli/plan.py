@@ -31,7 +31,7 @@ from cluster.plan.demand import Demand, Targets, TooLong, of_trace
 from cluster.plan.deployment import deployment_text
 from cluster.plan.devices import UnknownDevice, device_names
 from cluster.plan.limits import BATCHES
-from cluster.plan.memory import DoesNotFit, Shape
+from cluster.plan.memory import DoesNotFit, Shape, plan_memory
 from cluster.plan.models import REFERENCES, PlannedModel, UnknownModel, find_model
 from cluster.plan.plan import Plan, find_speed, make_plan, propose, smallest_ranks
 from cluster.plan.proposal import NotReachable
@@ -234,6 +234,7 @@ def _write(out: Path, made: Plan, proposed: Proposed, folder: str) -> None:
     """Writes what `tandem validate` accepts, but for the model's folder on another machine. Raises
     CommandFailed."""
     demand, proposal = proposed.demand, proposed.proposal
+    ranks = proposal.pools[0].tensor_parallel  # of all groups; the plan's own memory is of the fewest that do
     notes = [
         f"{made.model.name} on {proposal.devices} x {made.device.name}, as `tandem plan` proposed it for",
         f"{demand.rate:.3g} requests a second ({demand.source}):",
@@ -246,7 +247,7 @@ def _write(out: Path, made: Plan, proposed: Proposed, folder: str) -> None:
         model_path=folder,
         device=made.device,
         shape=made.shape,
-        memory=made.memory,
+        memory=plan_memory(made.model, made.device, replace(made.shape, tensor_parallel=ranks)),
         cores=usable_cores(),
         notes=notes,
     )

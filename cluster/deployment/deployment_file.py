@@ -147,7 +147,7 @@ def _pool_names(args: Any) -> Sequence[str]:
 
 def in_args(problem: Problem, tree: YamlTree, index: int) -> Problem:
     """A problem of a config, where that stands in the file: in `args` of the application of a position."""
-    path: Path = ("applications", index, "args", *problem.path.split("."))
+    path: Path = ("applications", index, "args", *(parts_of(problem.path) if problem.path else ()))
     return replace(problem, path=join(*path), line=tree.line_of(path))
 
 

@@ -3,7 +3,7 @@
 `load_deployment` reads a file, applies the command line, and answers with the deployment or with a
 ConfigError that lists every mistake; `check_model` opens what the config names: the model folder (of
 weights only the headers) for unsupported or damaged checkpoints and tokenizers, tensor-parallel sizes that do
-not divide, pools and context lengths that do not fit; and the file of API keys.
+not divide, pools and context lengths that do not fit; and the files of API keys and of the step cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cluster.config.problems import ConfigError, Problem
 from cluster.config.tree import EMBEDDED_MODEL, TandemConfig
 from cluster.config.yaml_tree import YamlTree
 from cluster.deployment.deployment_file import check_read, grpc_port, in_args, is_ours, read_file
-from cluster.deployment.named_files import key_problems, open_model
+from cluster.deployment.named_files import key_problems, open_model, step_cost_problems
 from cluster.models.embedded import EmbeddedModelError, canonical_path, model_folder
 from cluster.running.serve_api import ingress_url
 from workers.model.checkpoint import Checkpoint
@@ -176,7 +176,7 @@ def check_model(deployment: Deployment) -> Checkpoint | None:
 
 
 def _open_model(config: TandemConfig) -> tuple[Checkpoint | None, list[Problem]]:
-    """The model folder, and what does not fit it or is wrong with the file of API keys."""
+    """The model folder, and what does not fit it or is wrong with the other files that are named."""
     checkpoint: Checkpoint | None = None
     problems: list[Problem] = []
     try:
@@ -185,7 +185,7 @@ def _open_model(config: TandemConfig) -> tuple[Checkpoint | None, list[Problem]]
             checkpoint, problems = open_model(config, folder)
     except EmbeddedModelError as error:
         problems = [Problem(path="model.path", message=str(error))]
-    return checkpoint, [*problems, *key_problems(config)]
+    return checkpoint, [*problems, *key_problems(config), *step_cost_problems(config)]
 
 
 def _placed(problem: Problem, source: YamlTree, index: int, file: str, given: CommandLine) -> Problem:

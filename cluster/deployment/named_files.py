@@ -1,13 +1,16 @@
-"""What files that a config names hold: the model's folder (of weights only the headers), and API keys."""
+"""What files that a config names hold: the model's folder (of weights only the headers), API keys, and a step
+cost."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config.problems import Problem
 from cluster.config.tree import EMBEDDED_MODEL, PoolConfig, TandemConfig
 from cluster.figures.number_formats import model_dtype
+from cluster.figures.step_cost import StepCost, StepCostError
 from cluster.models.embedded import canonical_path
 from router.api.auth import load_api_keys
 from router.text.tokenizer import TEXT_FILES, TextTokenizer
@@ -52,6 +55,25 @@ def key_problems(config: TandemConfig) -> Iterator[Problem]:
         load_api_keys(config.router.http.api_keys_file)
     except ValueError as error:
         yield Problem(path="router.http.api_keys_file", message=str(error))
+
+
+def step_cost_problems(config: TandemConfig) -> Iterator[Problem]:
+    """What autoscaling on this machine would not take of the file with its step cost."""
+    file = config.scaling.step_cost
+    if file is None:
+        return
+    if not os.path.isabs(file):
+        yield Problem(
+            path="scaling.step_cost",
+            message="is no absolute path",
+            got=repr(file),
+            hint="it must be under this path here and on every machine of the cluster",
+        )
+        return
+    try:
+        StepCost.load(Path(file))
+    except StepCostError as error:
+        yield Problem(path="scaling.step_cost", message=str(error), got=repr(file))
 
 
 def _misfits(config: TandemConfig, checkpoint: Checkpoint) -> Iterator[Problem]:

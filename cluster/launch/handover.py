@@ -15,10 +15,10 @@ import httpx
 
 from cluster.launch.errors import LaunchError, NotReadyInTime, TakenAway
 from cluster.launch.news import Report, unheard
+from cluster.running.group_table import FAILED_STATUSES
 from cluster.running.plain import in_one_line, plain_message
 from cluster.running.serve_api import ServeApi, ServeApiError, ServeApiTimeout, ServeApiUnreachable
 
-_FAILED: Final = ("DEPLOY_FAILED", "UNHEALTHY")  # Serve's statuses
 _GONE: Final = ("DELETING", "MISSING")  # the first is Serve's
 _UNREACHABLE: Final = "UNREACHABLE"
 # An application that is gone for so long has been taken away: right after a deployment Serve may say what it
@@ -77,7 +77,7 @@ def wait_ready(
             now = clock()
             listed = listed if status in _GONE else now
             reached = reached if status == _UNREACHABLE else now
-            if status in _FAILED and message:
+            if status in FAILED_STATUSES and message:
                 raise LaunchError(f"deployment failed: {plain_message(message)}")
             if now - listed > _GONE_S:
                 raise TakenAway(
@@ -119,7 +119,7 @@ def _application_status(api: ServeApi, application: str) -> tuple[str, str]:
     status, message = str(app.get("status", "")), str(app.get("message", ""))
     if status == "DELETING":
         return status, "Serve takes the application away"
-    if status in _FAILED:
+    if status in FAILED_STATUSES:
         parts = [str(d.get("message", "")) for d in app.get("deployments", {}).values()]
         return status, "\n".join(part for part in [message, *parts] if part)
     counts = []

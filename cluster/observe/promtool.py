@@ -30,4 +30,6 @@ def check_rules(promtool: Path) -> list[str]:
             )
         except subprocess.TimeoutExpired as error:
             raise ObserveError(f"{promtool} has not checked the rules in {_TIMEOUT_S:g} s") from error
-    return [] if done.returncode == 0 else (done.stdout + done.stderr).strip().splitlines()
+    if done.returncode == 0:
+        return []
+    return (done.stdout + done.stderr).strip().splitlines() or [f"{promtool} ended with {done.returncode}"]

@@ -53,8 +53,6 @@ def weight_bytes(
     """What a rank keeps of the weights. Embedding and norms stay in the model's dtype; of quantized models
     the layers' matrices and the head are smaller, with their scales, and a tied head stands beside its
     embedding."""
-    if forms == PLAIN and tensor_parallel == 1:
-        return num_parameters(spec, is_tied=is_tied) * element_bytes
     vocab = len(spec.vocab_of_rank(rank, tensor_parallel))
     matrices = _bytes_of(_matrices(spec, rank, tensor_parallel), element_bytes, forms.layers)
     embedding = vocab * spec.hidden_size * element_bytes

@@ -48,9 +48,14 @@ def default_root() -> Path:
     return Path.home() / ".cache" / "tandem" / "calibrations"
 
 
-def calibration_file(model_hash: str, dtype: str, quantization: str, root: Path | None = None) -> Path:
-    """Of this machine. The hash tells quantized weights apart, but not the dtype that they compute in."""
+def calibration_file(
+    model_hash: str, dtype: str, quantization: str, root: Path | None = None, *, tensor_parallel: int = 1
+) -> Path:
+    """Of this machine. The hash tells quantized weights apart, but not the dtype that they compute in. Plans
+    go by those of one rank."""
     form = dtype if quantization == "none" else f"{dtype}-{quantization}"
+    if tensor_parallel > 1:
+        form = f"{form}-{tensor_parallel}-ranks"
     return (root or default_root()) / f"{machine_key()}-{form}-{model_hash[:_HASH_DIGITS]}.json"
 
 
@@ -101,7 +106,13 @@ def keep_calibration(result: Mapping[str, object], root: Path | None = None) -> 
     """Writes what `cluster.bench.calibrate` found; gives the file. Raises StepCostError and OSError."""
     about = result["about"]
     assert isinstance(about, Mapping), type(about)
-    file = calibration_file(str(about["model_hash"]), str(about["dtype"]), str(about["quantization"]), root)
+    file = calibration_file(
+        str(about["model_hash"]),
+        str(about["dtype"]),
+        str(about["quantization"]),
+        root,
+        tensor_parallel=int(about["tensor_parallel"]),
+    )
     facts = {**about, **{name: result[name] for name in ("samples", "checks", "pool")}}
     StepCost.of(result["cost"]).save(file, about=facts)
     return file

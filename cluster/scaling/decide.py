@@ -94,7 +94,6 @@ def _turned(known: PoolMemory, direction: int, now_s: float) -> PoolMemory:
         known,
         direction=direction,
         changed_s=now_s,
-        reversed_s=now_s if known.direction == -direction else known.reversed_s,
         low_since_s=None,
         low_peak=0,
     )
@@ -190,7 +189,7 @@ def _changed(
         return before, "enough", known
     direction = 1 if after > before else -1
     is_reversal = known.direction == -direction
-    wait_s = targets.min_reversal_s - (now_s - max(known.reversed_s, known.changed_s))
+    wait_s = targets.min_reversal_s - (now_s - known.changed_s)
     if is_reversal and wait_s > 0:
         return before, f"{'up' if direction > 0 else 'down'} in {wait_s:.0f} s, after the last change", known
     return after, "up" if direction > 0 else "down", _turned(known, direction, now_s)

@@ -19,4 +19,4 @@ class ScalingTargets:
     min_reversal_s: float = 60.0  # least time between two changes of direction
     idle_to_zero_s: float = 120.0  # a pool without work for so long goes to zero, where its bounds allow it
     settle_s: float = 30.0  # after a change, what was measured before it does not count for so long
-    step_cost: str | None = None  # file of `tandem bench calibrate`, absolute; None: a small CPU's
+    step_cost: str | None = None  # file of `tandem bench calibrate`, absolute; None: that of a small CPU

@@ -28,7 +28,6 @@ class PoolMemory:
     target: int | None = None  # what it decided last
     direction: int = 0  # of the last change: 1 up, -1 down, 0 none yet
     changed_s: float = float("-inf")
-    reversed_s: float = float("-inf")
     low_since_s: float | None = None  # since when fewer groups would do
     low_peak: int = 0  # the most of them that it needed since then
     busy_s: float | None = None  # when it last had work

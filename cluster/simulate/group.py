@@ -138,6 +138,7 @@ class SimGroup:
         """Asserts that nothing is left and all invariants hold."""
         assert not self._inbox and not self._is_stepping, f"{self.info.group_id} has not come to its end"
         assert not self.engine.has_work(), f"{self.info.group_id} has requests left"
+        assert not self.leases, f"{self.info.group_id} is still read"
         self.engine.check_integrity()
 
     # -- the loop -----------------------------------------------------------------------------------------

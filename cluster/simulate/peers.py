@@ -91,10 +91,6 @@ class Exchange:
         owner.leases.discard(lease_id)
         self._world.after(self._network.latency_s, partial(owner.submit, CloseLease(lease_id)))
 
-    def check_end(self) -> None:
-        """Asserts that nobody reads any more."""
-        assert not self._leases, f"{len(self._leases)} leases are left"
-
     def _pulled(
         self,
         reader: SimGroup,

@@ -182,7 +182,8 @@ class SimRouter:
         )
 
     def _begin_reading(self, live: _Live, request: GenerateRequest) -> KVSource | None:
-        """What the group reads from, as the dispatcher's `Fetcher` has it."""
+        """What the group reads from, as the dispatcher's `Fetcher` has it; but where a prompt is refused,
+        no other source is tried."""
         best = live.decision.ranked[0]
         if best.source is None:
             return None

@@ -26,7 +26,7 @@ DISTRUSTED = "group_distrusted"  # of one that ended by itself, as it computed w
 CRASHED = frozenset({"group_failed", "engine_dead"})  # and of one that did not end so
 
 # Hands a request to one of the groups, best first: (group ids, client id, request) -> who has it.
-# Any exception means that nobody is known to have it; Unavailable is passed on when no group is left to try.
+# Any exception means that nobody is known to have it.
 Send = Callable[[Sequence[GroupId], str, GenerateRequest], Awaitable[GroupId]]
 
 

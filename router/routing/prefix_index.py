@@ -222,7 +222,7 @@ class PrefixIndex:
         return self._groups[group_id].number
 
     def blocks(self, group_id: GroupId) -> frozenset[BlockHash]:
-        """A copy of the exact part: for tests and for status pages."""
+        """A copy of the exact part, for tests."""
         return frozenset(self._groups[group_id].exact)
 
     def _expire(self, now_s: float) -> None:

@@ -186,23 +186,18 @@ class AnswerWriter:
 
     def begin(self, index: int, prompt_index: int, prompt: PromptAnswer, usage: Usage) -> bytes:
         """The first event of a choice: chat's role chunk; of completions the echoed prompt, if asked for."""
+        ids = ""
+        if self._work.return_token_ids:
+            ids = f',"prompt_token_ids":{_dumps(self._work.prompts[prompt_index])}'
         if self._is_chat:
             delta = (
                 f'"choices":[{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null'
-            )
-            ids = (
-                f',"prompt_token_ids":{_dumps(self._work.prompts[0])}' if self._work.return_token_ids else ""
             )
             return f'{self._head}{delta},"finish_reason":null}}]{ids}{self._tail(usage)}'.encode("ascii")
         if prompt.echo is None and not self._work.return_token_ids:
             return b""
         text = "" if prompt.echo is None else prompt.echo.text
         logprobs = _dumps(self._echoed_logprobs(prompt_index, prompt, Delta()))
-        ids = (
-            f',"prompt_token_ids":{_dumps(self._work.prompts[prompt_index])}'
-            if self._work.return_token_ids
-            else ""
-        )
         return (
             f'{self._head}"choices":[{{"index":{index},"text":{_dumps(text)},"logprobs":{logprobs},'
             f'"finish_reason":null{ids}}}]{self._tail(usage)}'

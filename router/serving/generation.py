@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from router.admission import Admission, AdmittedRequest
 from router.api.errors import internal_error, invalid
+from router.dispatch.attempts import CRASHED, DISTRUSTED, STOPPED
 from router.dispatch.interface import Dispatcher, Unavailable
 from router.serving.answers import DONE, AnswerWriter, ChoiceAnswer, PromptAnswer, Usage, best_answers
 from router.serving.choice import Choice, Delta, prompt_text
@@ -43,9 +44,7 @@ _CLIENT_CODES = frozenset(
     }
 )
 # Codes of what another group, or the same one later, could do.
-_LATER_CODES = frozenset(
-    {"engine_dead", "group_distrusted", "group_failed", "group_stopped", "router_stopping"}
-)
+_LATER_CODES = CRASHED | {STOPPED, DISTRUSTED, "router_stopping"}
 _OVERLOAD_CODES = frozenset({"queue_full"})
 
 _MAX_REMEMBERED = 1024  # waterfalls, as many as decisions of placement

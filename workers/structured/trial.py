@@ -131,7 +131,7 @@ class _Process:
             self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(_MAX_WAIT_S)
 
     def _exchange(self, content: bytes | None) -> str:
         """Says something and gives the answer. Raises EOFError or BrokenPipeError when the process ends."""

@@ -116,7 +116,7 @@ class Agent:
         bad = [block.own for block in order.blocks if not 0 <= block.own < self._pool.num_blocks]
         if bad or not order.blocks:
             raise ValueError(f"pull of {len(order.blocks)} blocks; outside the own pool: {bad[:5]}")
-        for idle in self._take_idle():
+        for idle in self._take_idle(source):
             idle.cancel()  # its thread ends by itself: without orders it writes nothing
         with self._lock:
             if self._is_closing:
@@ -143,14 +143,14 @@ class Agent:
     def _new_puller(self, source: SourceGroup) -> Puller:
         return Puller(source, self._layout, self._rank, self._pool, self._settings)
 
-    def _take_idle(self) -> list[Puller]:
+    def _take_idle(self, needed: SourceGroup) -> list[Puller]:
         """Those that are not needed any more."""
         before_s = time.monotonic() - _IDLE_S
         with self._lock:
             idle = [
                 source
                 for source, (puller, used_s) in self._pullers.items()
-                if used_s < before_s and puller.is_idle
+                if source != needed and used_s < before_s and puller.is_idle
             ]
             return [self._pullers.pop(source)[0] for source in idle]
 

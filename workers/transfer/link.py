@@ -1,7 +1,7 @@
 """The reader's connection to the rank that owns the blocks: greeting, requests, raw bytes.
 
-Blocking, with a timeout of the system on every call, so that a call is all there is between two blocks. One
-thread uses it; any thread may `cancel`, which makes the other's wait end.
+Blocking: what is sent, and what C++ receives, has a timeout of the system on every call; what Python
+receives is waited for until a time. One thread uses it; any may `cancel`, which makes the other's wait end.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Thread
+from threading import Lock, Thread
 from typing import Final, cast
 
 import torch
@@ -72,7 +72,7 @@ class PairGroup:
         self._timeout_s = timeout_s
         if device.type == "cuda":
             # As the process's own groups have it, an error of NCCL would end the process.
-            with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            with _CHANGING_ENVIRONMENT, _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 options = dist.ProcessGroupNCCL.Options()
                 self._group = cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, rank, 2, options))
             return
@@ -130,7 +130,7 @@ class PairReader:
 
     def read(self, blocks: Sequence[BlockRead], pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            step = max(1, min(MAX_READ_BLOCKS, len(self._buffer) // piece.num_bytes))
+            step = max(1, min(MAX_READ_BLOCKS, _BUFFER_BYTES // piece.num_bytes))  # as much as any owner has
             for start in range(0, len(blocks), step):
                 with self._pool.beside_steps():
                     self._read(blocks[start : start + step], piece)
@@ -205,11 +205,17 @@ class PairOwner:
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
-    def close(self) -> None:
-        """Returns when the thread has ended: at once, or when what it sends is through or too late."""
+    def cancel(self) -> None:
+        """Its thread ends soon: at once, or when what it sends is through or too late."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """As `cancel`; when it returns the thread has ended. Raises RuntimeError where it has not in time."""
+        self.cancel()
         self._thread.join(self._timeout_s + 1)
+        if self._thread.is_alive():
+            raise RuntimeError(f"a KV pair did not end within {self._timeout_s + 1:g} s")
 
     def _run(self) -> None:
         try:
@@ -271,6 +277,9 @@ def _failed(link: PeerLink, error: RuntimeError) -> TransferFailed:
     said = str(error).splitlines()[0]
     reason = Reason.TIMEOUT if "imed out" in said or "imeout" in said else Reason.UNREACHABLE
     return TransferFailed(reason, f"KV blocks of {link.endpoint}: {said}")
+
+
+_CHANGING_ENVIRONMENT = Lock()  # all threads have one
 
 
 @contextmanager

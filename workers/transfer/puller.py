@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from threading import Condition, Thread, current_thread
@@ -139,12 +140,20 @@ class Puller:
                 self._is_busy = False
             if error is not None:
                 self._disconnect()
-                self._do_without_group(error)
             try:
                 order.on_end(order.pull_id, error)
             except Exception:  # the orders behind it must end too
                 _log.exception("at the end of pull %d of %s", order.pull_id, self._name)
         self._disconnect()
+
+    @contextmanager
+    def _watching_transports(self) -> Iterator[None]:
+        """Around what is done by one, once the owner has been reached."""
+        try:
+            yield
+        except TransferFailed as error:
+            self._do_without_group(error)
+            raise
 
     def _do_without_group(self, error: TransferFailed) -> None:
         if error.reason not in _OF_TRANSPORT:
@@ -180,12 +189,13 @@ class Puller:
         is_checked_apart = any(rank != 0 for rank in self._pieces)
         needed = {0, *self._pieces} if is_checked_apart else set(self._pieces)
         readers = {rank: self._reader(rank) for rank in sorted(needed)}
-        if is_checked_apart:
-            readers[0].check(order.blocks)
-        for rank, pieces in self._pieces.items():
-            readers[rank].read(order.blocks, pieces)
-        if is_checked_apart:
-            readers[0].check(order.blocks)
+        with self._watching_transports():
+            if is_checked_apart:
+                readers[0].check(order.blocks)
+            for rank, pieces in self._pieces.items():
+                readers[rank].read(order.blocks, pieces)
+            if is_checked_apart:
+                readers[0].check(order.blocks)
 
     def _reader(self, rank: int) -> Reader:
         """The kept one, or a new one. Raises TransferFailed."""
@@ -204,7 +214,10 @@ class Puller:
         link = PeerLink(endpoint, settings.secret, timeout_s=settings.timeout_s)
         try:
             self._check_identity(rank, link)
-            return choose(link, self._pool, settings.machine, self._transports, timeout_s=settings.timeout_s)
+            with self._watching_transports():
+                return choose(
+                    link, self._pool, settings.machine, self._transports, timeout_s=settings.timeout_s
+                )
         except BaseException:
             link.close()
             raise

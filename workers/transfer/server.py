@@ -122,8 +122,10 @@ class BlockServer:
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise RuntimeError(f"the KV server thread did not end within {_STOP_TIMEOUT_S:g} s")
-        for pair in self._pairs:
-            pair.close()
+        with contextlib.ExitStack() as rest:  # all of them, also when one does not end
+            for pair in self._pairs:
+                pair.cancel()
+                rest.callback(pair.close)
 
     def _serve(self) -> None:
         try:

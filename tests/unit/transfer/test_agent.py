@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from threading import Event
@@ -273,6 +274,27 @@ def test_a_source_that_is_not_asked_any_more_loses_its_thread(monkeypatch: pytes
         time.sleep(0.05)
         assert pull(reader.agent, source_of([one]), pairs([(0, 0)])) is None
         assert [route.endpoint for route in reader.agent.routes()] == [one.agent.endpoint]
+        deadline_s = time.monotonic() + 20
+        while num_pullers() > 1 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert num_pullers() == 1
+
+
+def num_pullers() -> int:
+    return sum(thread.name == "tandem-kv-puller" for thread in threading.enumerate())
+
+
+def test_a_source_that_is_asked_again_keeps_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = layout()
+    with group(of) as [one], group(of) as [reader]:
+        assert pull(reader.agent, source_of([one]), pairs([(0, 0)])) is None
+        before = reader.agent._pullers[source_of([one])][0]
+        monkeypatch.setattr(agent_module, "_IDLE_S", 0.0)
+        time.sleep(0.05)
+        assert pull(reader.agent, source_of([one]), pairs([(0, 0)])) is None
+        assert reader.agent._pullers[source_of([one])][0] is before
 
 
 def test_an_order_does_not_wait_for_the_threads_of_idle_sources(monkeypatch: pytest.MonkeyPatch) -> None:

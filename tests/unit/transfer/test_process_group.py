@@ -77,6 +77,25 @@ def test_a_killed_owner_is_noticed_and_other_groups_go_on(
     other.reader.close()
 
 
+def test_a_reader_asks_for_no_more_than_any_owner_may_send(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large its own blocks are, and so its own buffer."""
+    one = pairing(processes)
+    monkeypatch.setattr(process_group, "_BUFFER_BYTES", 3 * LAYOUT.block_bytes(0))
+    assert len(one.reader._buffer) >= NUM_BLOCKS * LAYOUT.block_bytes(0)
+    asked, send = [], one.reader._link.send
+
+    def note(message: Read) -> None:
+        asked.append(len(message.blocks))
+        send(message)
+
+    monkeypatch.setattr(one.reader._link, "send", note)
+    one.reader.read(BLOCKS, PIECES)
+    assert asked == [3, 3, 2] and one.arrived() == list(range(NUM_BLOCKS))
+    one.reader.close()
+
+
 def test_a_stopped_owner_is_noticed_by_the_timeout(processes: Processes) -> None:
     pair = pairing(processes, timeout_s=0.5)
     pair.owner.stop()

@@ -164,6 +164,7 @@ def test_calibrate_keeps_what_it_found(bench: Bench, tiny_model: Path) -> None:
             "model_hash": "f" * 64,
             "dtype": "bfloat16",
             "quantization": "none",
+            "tensor_parallel": 1,
             "device": "cpu",
             "machine": "this one",
             "read_bytes_per_s": 30e9,

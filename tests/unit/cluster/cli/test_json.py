@@ -140,7 +140,13 @@ def places(world: World, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def measured(command: str) -> dict[str, Any]:
     """What the measuring programs give; of a GPU, for there the pool is not planned again."""
     if command == "bench calibrate":
-        about = {"model_hash": "f" * 64, "dtype": "bfloat16", "quantization": "none", "device": "cuda"}
+        about = {
+            "model_hash": "f" * 64,
+            "dtype": "bfloat16",
+            "quantization": "none",
+            "tensor_parallel": 1,
+            "device": "cuda",
+        }
         return {
             "cost": asdict(SMOLLM2_ON_SMALL_CPU), "about": about, "samples": [], "checks": [], "pool": {},
         }  # fmt: skip

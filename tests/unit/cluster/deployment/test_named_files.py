@@ -14,7 +14,8 @@ import pytest
 from cluster.config.parse import check_config, parse_config
 from cluster.config.problems import Problem
 from cluster.config.tree import PoolsConfig
-from cluster.deployment.named_files import key_problems, open_model
+from cluster.deployment.named_files import key_problems, open_model, step_cost_problems
+from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU
 from workers.model.checkpoint import Checkpoint
 
 FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
@@ -255,6 +256,21 @@ def test_the_folder_of_a_draft_model_goes_with_its_method(method: str, model: st
 
 def test_the_hash_of_a_model_does_not_depend_on_its_folder(folder: Path, tiny_model: Path) -> None:
     assert Checkpoint(folder).model_hash() == Checkpoint(tiny_model).model_hash()
+
+
+def step_cost(file: str) -> list[Problem]:
+    return list(step_cost_problems(parse_config({"scaling": {"step_cost": file}})))
+
+
+def test_a_step_cost_is_a_file_under_an_absolute_path(tmp_path: Path) -> None:
+    file = tmp_path / "cost.json"
+    SMOLLM2_ON_SMALL_CPU.save(file, about={})
+    assert step_cost(str(file)) == [] == list(step_cost_problems(parse_config({})))
+    assert [problem.message for problem in step_cost("cost.json")] == ["is no absolute path"]
+    for content in ("{", None):
+        file.write_text(content) if content else file.unlink()
+        (problem,) = step_cost(str(file))
+        assert problem.path == "scaling.step_cost" and str(file) in problem.message
 
 
 def keys_file(file: Path) -> list[Problem]:

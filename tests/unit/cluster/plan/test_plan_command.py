@@ -137,6 +137,22 @@ def test_a_proposal_becomes_a_file_that_validates(world: World, tiny_model: Path
     assert facts["devices"] == sum(pool["groups"] * pool["tensor_parallel"] for pool in facts["pools"])
 
 
+def test_pools_are_as_large_as_the_proposal_reckons_them(world: World, tmp_path: Path) -> None:
+    """Though the model fits into fewer devices, with less left beside it."""
+    fractions = []
+    for name, ranks in (("chosen", ()), ("given", ("--tensor-parallel", "2"))):
+        out = tmp_path / f"{name}.yaml"
+        done = world.run(
+            *("plan", "llama-2-7b", "--device", "a100-80g", "--ttft", "100", "--tpot", "9", "--rate", "1"),
+            *("--prompt", "1024", "--output", "256", "-o", str(out), "--model-path", "/m", *ranks),
+        )
+        assert done.exit_code == 0, done.stderr
+        for pool in load_deployment(out).config.pools.by_name().values():
+            assert pool.tensor_parallel == 2
+            fractions.append(pool.cache.memory_fraction)
+    assert len(set(fractions)) == 1
+
+
 def test_this_machine_writes_what_validate_accepts_with_its_model(
     world: World, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -341,6 +357,7 @@ def calibration(model_hash: str, *, gpu_memory_bytes: int = 0) -> dict[str, Any]
             "model_hash": model_hash,
             "dtype": "bfloat16",
             "quantization": "none",
+            "tensor_parallel": 1,
             "machine": "this one",
             "gpu_memory_bytes": gpu_memory_bytes,
             "read_bytes_per_s": 1e9,
@@ -350,6 +367,15 @@ def calibration(model_hash: str, *, gpu_memory_bytes: int = 0) -> dict[str, Any]
         "checks": [],
         "pool": {},
     }
+
+
+def test_what_several_ranks_take_is_kept_apart(world: World) -> None:
+    alone, together = calibration("f" * 64), calibration("f" * 64)
+    together["about"]["tensor_parallel"] = 2
+    together["cost"]["token_s"] *= 2
+    files = [keep_calibration(result) for result in (alone, together)]
+    assert len(set(files)) == 2 and "2-ranks" in files[1].name
+    assert find_calibration("f" * 64, "bfloat16", "none").cost == SMOLLM2_ON_SMALL_CPU
 
 
 def test_proposals_fill_machines_of_eight(world: World) -> None:

@@ -116,7 +116,7 @@ def test_a_change_that_serve_made_counts_as_one() -> None:
     woken = view(target=1, least=0, running=1)  # a second after the pool went to zero
     decision = decide({"unified": woken}, TARGETS, COST, memory, 122.0)
     pool = decision.memory.pools["unified"]
-    assert (pool.direction, pool.changed_s, pool.reversed_s) == (1, 122.0, 122.0)
+    assert (pool.direction, pool.changed_s) == (1, 122.0)
 
 
 def test_prefill_and_decode_scale_together() -> None:
