@@ -85,11 +85,16 @@ class PeerLink:
 
     def send(self, message: Message) -> None:
         """Raises TransferFailed."""
-        self.raise_if_cancelled()
-        try:
-            self._socket.sendall(encode(message))
-        except OSError as error:
-            raise self._lost(error) from error
+        left = memoryview(encode(message))
+        deadline_s = time.monotonic() + self._timeout_s
+        while left.nbytes:
+            self.raise_if_cancelled()
+            try:
+                left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
+            except BlockingIOError as error:
+                self._wait(select.POLLOUT, deadline_s, error)
+            except OSError as error:
+                raise self._lost(error) from error
 
     def receive(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> Message:
         """One frame. Raises TransferFailed, also with what a REFUSED says."""
@@ -102,16 +107,12 @@ class PeerLink:
     def receive_into(self, target: memoryview) -> None:
         """Fills all of it. Raises TransferFailed."""
         deadline_s = time.monotonic() + self._timeout_s
-        arriving = select.poll()
-        arriving.register(self._socket, select.POLLIN)
         while target.nbytes:
             self.raise_if_cancelled()
             try:
                 got = self._socket.recv_into(target, target.nbytes, socket.MSG_DONTWAIT)
             except BlockingIOError as error:
-                # Not by the system's timeout: Python tries again after a signal, and that begins anew then.
-                if not arriving.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
-                    raise self._lost(error) from error
+                self._wait(select.POLLIN, deadline_s, error)
                 continue
             except OSError as error:
                 raise self._lost(error) from error
@@ -152,6 +153,16 @@ class PeerLink:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _wait(self, event: int, deadline_s: float, error: BlockingIOError) -> None:
+        """Until the socket may be tried again. Raises TransferFailed at the deadline.
+
+        Not by the system's timeout: Python tries again after a signal, and that begins anew then.
+        """
+        poller = select.poll()
+        poller.register(self._socket, event)
+        if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
+            raise self._lost(error) from error
 
     def _greet(self, key: bytes) -> PeerFacts:
         challenge = self.receive(MAX_GREETING_BYTES)
