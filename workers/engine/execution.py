@@ -86,7 +86,7 @@ def _problem_with(piece: SequenceSlice, result: SliceResult, vocab_size: int) ->
     if has_scores and len(result.prompt_logprobs) != len(piece.prompt_targets or ()):
         return f"{len(result.prompt_logprobs)} prompt scores for {len(piece.prompt_targets or ())} targets"
     expected = 0 if piece.sample is None else 1 + piece.num_drafts
-    if piece.draft_parents is not None and 1 <= len(result.sampled) == len(result.rows) <= expected:
+    if 1 <= len(result.sampled) < expected and _may_end_early(piece, result):
         expected = len(result.sampled)
     if len(result.sampled) != expected:
         if piece.sample is not None and piece.sample.num_candidates:
@@ -96,6 +96,13 @@ def _problem_with(piece: SequenceSlice, result: SliceResult, vocab_size: int) ->
         if not 0 <= sampled.token_id < vocab_size:
             return f"token {sampled.token_id} is not in the vocabulary of {vocab_size}"
     return None
+
+
+def _may_end_early(piece: SequenceSlice, result: SliceResult) -> bool:
+    """Whether not every guess need have a token after it."""
+    if piece.draft_parents is not None:
+        return len(result.sampled) == len(result.rows)
+    return piece.sample is not None and piece.sample.allowed is not None
 
 
 def _problem_with_candidates(candidates: Sequence[Candidate], vocab_size: int) -> str | None:
@@ -122,5 +129,6 @@ def num_right_drafts(piece: SequenceSlice, result: SliceResult) -> int:
         return 0
     if piece.draft_parents is not None:
         return len(result.sampled) - 1
-    pairs = zip(piece.drafts, result.sampled, strict=False)
-    return next((i for i, (draft, found) in enumerate(pairs) if found.token_id != draft), piece.num_drafts)
+    num_checked = len(result.sampled) - 1
+    pairs = zip(piece.drafts[:num_checked], result.sampled, strict=False)
+    return next((i for i, (draft, found) in enumerate(pairs) if found.token_id != draft), num_checked)

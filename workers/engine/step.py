@@ -30,7 +30,7 @@ class AllowedTokens(Protocol):
     def bits(self, num_drafts: int) -> bytes | None:
         """A bit for each token id, lowest first, 1: allowed, at least the whole vocabulary; None: all are.
         For the token after so many of the step's drafts. May wait for what is being computed beside the
-        step. Raises GrammarFailed."""
+        step. Raises GrammarFailed; after drafts it means that nothing is known of what follows them."""
         ...
 
 
@@ -153,7 +153,8 @@ class Sampled:
 class SliceResult:
     """What a step found for one slice, in the order of the plan."""
 
-    # When the slice samples: one, and one more for each draft; of a tree those on the way that came true.
+    # When the slice samples: one, and one more for each draft, as far as its grammar says what may follow
+    # that; of a tree those on the way that came true.
     sampled: Sequence[Sampled] = ()
     rows: Sequence[int] = ()  # of a tree: after which draft each of those was sampled, from 1; 0: before all
     candidates: Sequence[Candidate] = ()  # when a search's slice samples: those asked for, best first

@@ -30,7 +30,7 @@ class TextGuesses:
         return Proposals([found[:length] for found, length in zip(self._found, lengths, strict=True)])
 
     def note_checked(self, sequence: Sequence, sampled: Sequences[int]) -> None:
-        self._drafter(sequence).note_checked(sequence.drafts, sampled)
+        self._drafter(sequence).note_checked(sequence.drafts[: len(sampled) - 1], sampled)
 
     def _propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         drafter = self._drafter(sequence)

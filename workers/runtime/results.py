@@ -196,12 +196,14 @@ class ResultBuilder:
                 self._candidates[uses[row].slice] = candidates
 
     def _is_free(self, use: _Use) -> bool:
-        """Whether a token may be sampled: always, unless the grammar of the answer cannot go on."""
+        """Whether a token may be sampled: always, unless the grammar of the answer cannot go on. After
+        guesses that is no error: the answer ends only if it comes there by itself."""
         if use.task is not None and use.task.allowed is not None:
             try:
                 use.task.allowed.bits(len(use.task.drafts))
             except GrammarFailed as error:
-                self._errors[use.slice] = SliceResult(error=str(error), error_code=error.code)
+                if not use.task.drafts:
+                    self._errors[use.slice] = SliceResult(error=str(error), error_code=error.code)
                 return False
         return True
 

@@ -7,6 +7,9 @@ The states of a grammar's lexer are shared by all answers that follow it, and th
 more. So they run out in the course of many answers: the answer that finds no room compiles the grammar anew
 and replays its tokens, those after it begin there too, and the old lexer goes when nobody has it any more.
 An answer that needs more states for itself at one point ends.
+
+Guesses end no answer: what follows them is looked for in the time that a token may take, it is not the
+answer's that pays, and where it cannot be found the answer goes on without guesses.
 """
 
 from __future__ import annotations
@@ -89,6 +92,7 @@ class LlguidanceState:
         self._spent_s = 0.0
         self._compiling_s = 0.0
         self._is_complete = False
+        self._takes_guesses = True
         try:
             self._with_room(lambda: self._consume(output))
         except GrammarFailed as failed:
@@ -102,7 +106,10 @@ class LlguidanceState:
         return self._is_complete
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        return 0 if self._failure is not None else self._matcher.validate_tokens(list(token_ids))
+        if self._failure is not None or not self._takes_guesses:
+            return 0
+        most = int(_MAX_TOKEN_S / self.cost_s) - 1 if self.cost_s > 0 else len(token_ids)
+        return self._matcher.validate_tokens(list(token_ids[: max(0, most)]))
 
     def accept(self, token_id: int) -> None:
         if self._failure is not None:
@@ -117,21 +124,31 @@ class LlguidanceState:
         self._spent_s += self._own_s() - began
 
     def fill(self, drafts: Sequence[int]) -> None:
-        began = self._own_s()
         try:
-            self._rows = self._with_room(lambda: self._rows_of(drafts))
-            spent_s = self._spent_s + self._own_s() - began
-            if spent_s > _MAX_FIRST_S + _MAX_TOKEN_S * len(self._tokens):
-                raise GrammarFailed(f"it took {spent_s:.1f} s of computing for {len(self._tokens)} tokens")
+            self._fill(drafts)
         except GrammarFailed as failed:
-            self._failure = str(failed)
-        self.cost_s = self._own_s() - began
+            if not drafts:
+                self._failure = str(failed)
+                return
+            self._takes_guesses = False
+            self._begin_anew()
+            self.fill(())
+
+    def _fill(self, drafts: Sequence[int]) -> None:
+        """Raises GrammarFailed."""
+        began = self._own_s()
+        self._rows = self._with_room(lambda: self._rows_of(drafts))
+        self.cost_s = (self._own_s() - began) / len(self._rows)
         self._spent_s += self.cost_s
+        if self._spent_s > _MAX_FIRST_S + _MAX_TOKEN_S * len(self._tokens):
+            raise GrammarFailed(f"it took {self._spent_s:.1f} s of computing for {len(self._tokens)} tokens")
 
     def bits(self, num_drafts: int) -> bytes | None:
         if self._failure is not None:
             message = f"The answer's grammar cannot go on after {len(self._tokens)} tokens: {self._failure}"
             raise GrammarFailed(message)
+        if num_drafts >= len(self._rows):
+            raise GrammarFailed("What may follow these guesses was not found.")
         return self._rows[num_drafts]
 
     def first_row(self) -> bytes | None:
@@ -151,11 +168,15 @@ class LlguidanceState:
             except GrammarFailed:
                 if is_last or _NO_ROOM not in self._matcher.get_error():
                     raise
-            began = time.thread_time()
-            self._matcher, self._number = self._grammar.copy(full=self._number)
-            self._compiling_s += time.thread_time() - began
-            self._is_behind = True
+            self._begin_anew(full=self._number)
         raise AssertionError("the last call returns or raises")
+
+    def _begin_anew(self, full: int | None = None) -> None:
+        """With a matcher behind the tokens, of another lexer than `full`."""
+        began = time.thread_time()
+        self._matcher, self._number = self._grammar.copy(full)
+        self._compiling_s += time.thread_time() - began
+        self._is_behind = True
 
     def _own_s(self) -> float:
         """CPU time of the thread without what went into new lexers: those are for all answers, and others

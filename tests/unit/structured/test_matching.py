@@ -115,3 +115,49 @@ def test_answers_on_their_way_go_on_with_a_new_lexer(tmp_path: Path) -> None:
         assert state.num_allowed(made.ids_of("ab")) == 2
     with pytest.raises(GrammarRefused, match="do not fit its grammar"):
         made.grammar.begin(NO_END, made.ids_of("c"))
+
+
+@pytest.mark.parametrize("guess", ["bb", "aabb"])
+def test_guesses_that_lead_to_too_many_states_end_no_answer(tmp_path: Path, guess: str) -> None:
+    """Thirty are enough for what it says, and not for what may follow the guesses."""
+    made = Made(tmp_path, "[ab]*|[ab]*a[ab]{30}c", 30)
+    drafts, failed = made.ids_of(guess), 0
+    state = made.grammar.begin(NO_END, ())
+    for token_id in made.ids_of("abababababab"):
+        num_guessed = state.num_allowed(drafts)
+        state.fill(drafts[:num_guessed])
+        assert state.bits(0) is not None
+        try:
+            state.bits(num_guessed)
+        except GrammarFailed as error:
+            assert "What may follow these guesses was not found." in str(error)
+            failed += 1
+        state.accept(token_id)
+    assert failed == 1
+    assert state.num_allowed(drafts) == 0
+
+
+def test_what_follows_guesses_is_not_at_the_cost_of_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask takes 4 ms here. Ten that are allowed for a token are enough for it and one guess, again and
+    again; but not for the masks after eight."""
+    made = Made(tmp_path, "[ab]*", 1000)
+    masks_s = 0.0
+
+    class Slow(LlguidanceState):
+        def _row(self, num_drafts: int) -> bytes | None:
+            nonlocal masks_s
+            masks_s += 0.004
+            return super()._row(num_drafts)
+
+    monkeypatch.setattr(matching, "time", SimpleNamespace(thread_time=lambda: masks_s))
+    state = Slow(made.grammar, VOCAB_SIZE, NO_END, (), 0.0)
+    for number in range(300):
+        drafts = made.ids_of("abababab")
+        num_guessed = state.num_allowed(drafts)
+        assert num_guessed == (1 if number else 8)
+        state.fill(drafts[:num_guessed])
+        assert state.bits(num_guessed) is not None
+        assert state.cost_s == pytest.approx(0.004)
+        state.accept(made.ids["a"])
