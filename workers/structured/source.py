@@ -6,6 +6,7 @@ Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -19,6 +20,7 @@ _HEAD = '%llguidance {"no_forcing": true}\n'
 # let a model write nothing else for ever.
 _JSON_OPTIONS = {"whitespace_pattern": "(\\n {0,32}| )", "lenient": False, "coerce_one_of": False}
 _OPTIONS_KEY = "x-guidance"
+_ESCAPES_AND_LINES = re.compile(r"\\?\n|\\.")
 
 
 def source_of(grammar: Grammar) -> str:
@@ -50,7 +52,11 @@ def _regex(text: str) -> str:
     text = text.removeprefix("^")
     if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2 == 1:
         text = text[:-1]
-    return regex_to_lark(text.replace("\n", "\\n"))
+    # A new line may itself be escaped, as Python's `re.escape` has it.
+    text = _ESCAPES_AND_LINES.sub(lambda found: found[0] if found[0][-1] != "\n" else "\\n", text)
+    if (len(text) - len(text.rstrip("\\"))) % 2 == 1:
+        raise GrammarRefused("the regular expression ends within an escape")
+    return regex_to_lark(text)
 
 
 def _choice(text: str) -> str:
@@ -58,7 +64,12 @@ def _choice(text: str) -> str:
     is_list = isinstance(choices, list) and all(isinstance(each, str) and each for each in choices)
     if not is_list or not choices:
         raise GrammarRefused("choices are a list of texts, none of them empty")
-    return " | ".join(json.dumps(each, ensure_ascii=False) for each in dict.fromkeys(choices))
+    return " | ".join(map(_quoted, dict.fromkeys(choices)))
+
+
+def _quoted(text: str) -> str:
+    """As JSON; there it may have a DEL as it is, and in llguidance's language not."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _parsed(text: str) -> Any:
