@@ -109,7 +109,11 @@ class LlguidanceState:
         if self._failure is not None or not self._takes_guesses:
             return 0
         most = int(_MAX_TOKEN_S / self.cost_s) - 1 if self.cost_s > 0 else len(token_ids)
-        return self._matcher.validate_tokens(list(token_ids[: max(0, most)]))
+        num_allowed = self._matcher.validate_tokens(list(token_ids[: max(0, most)]))
+        if self._matcher.is_error():
+            self._end_guesses()
+            return 0
+        return num_allowed
 
     def accept(self, token_id: int) -> None:
         if self._failure is not None:
@@ -130,8 +134,7 @@ class LlguidanceState:
             if not drafts:
                 self._failure = str(failed)
                 return
-            self._takes_guesses = False
-            self._begin_anew()
+            self._end_guesses()
             self.fill(())
 
     def _fill(self, drafts: Sequence[int]) -> None:
@@ -171,6 +174,11 @@ class LlguidanceState:
             self._begin_anew(full=self._number)
         raise AssertionError("the last call returns or raises")
 
+    def _end_guesses(self) -> None:
+        """Nothing that follows guesses is looked for any more: the matcher cannot come back from there."""
+        self._takes_guesses = False
+        self._begin_anew()
+
     def _begin_anew(self, full: int | None = None) -> None:
         """With a matcher behind the tokens, of another lexer than `full`."""
         began = time.thread_time()
@@ -200,8 +208,8 @@ class LlguidanceState:
         for index in range(len(drafts)):
             self._consume(drafts[index : index + 1])
             rows.append(self._row(index + 1))
-        if drafts:
-            self._matcher.rollback(len(drafts))
+        if drafts and not self._matcher.rollback(len(drafts)):
+            raise GrammarFailed(_first_line(self._matcher.get_error()))
         return rows
 
     def _may_end(self, num_drafts: int) -> bool:

@@ -24,11 +24,13 @@ NO_END = AnswerEnd(token_ids=(), min_tokens=0)
 class Made:
     """A grammar whose lexer may have so many states, and how often it was compiled."""
 
-    def __init__(self, folder: Path, text: str, max_states: int) -> None:
+    def __init__(
+        self, folder: Path, text: str, max_states: int, kind: GrammarKind = GrammarKind.REGEX
+    ) -> None:
         tokenizer = byte_tokenizer()
         tokenizer.save_pretrained(folder)
         self._vocabulary = read_vocabulary(folder, VOCAB_SIZE)
-        self._source = source_of(Grammar(kind=GrammarKind.REGEX, text=text))
+        self._source = source_of(Grammar(kind=kind, text=text))
         self._max_states = max_states
         self.count = 0
         self.compiled_s = 0.0  # CPU time, of a clock of its own
@@ -161,3 +163,26 @@ def test_what_follows_guesses_is_not_at_the_cost_of_the_answer(
         assert state.bits(num_guessed) is not None
         assert state.cost_s == pytest.approx(0.004)
         state.accept(made.ids["a"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start: x\nx[max_tokens=5]: /[ab]*/",
+        'start: x\nx[stop="c"]: /[ab]*/',
+        'start: x\nx[suffix="c"]: /[ab]*/',
+    ],
+)
+def test_grammars_from_whose_guesses_there_is_no_way_back_have_none(tmp_path: Path, text: str) -> None:
+    made = Made(tmp_path, text, 1000, GrammarKind.LARK)
+    asked, given, plain = (made.grammar.begin(NO_END, ()) for _ in range(3))
+    drafts = made.ids_of("ba")
+    for token_id in made.ids_of("abab"):
+        plain.fill(())
+        asked.num_allowed(drafts)
+        asked.fill(())
+        given.fill(drafts)
+        assert asked.bits(0) == given.bits(0) == plain.bits(0)
+        for state in (asked, given, plain):
+            state.accept(token_id)
+    assert given.num_allowed(drafts) == (2 if "suffix" in text else 0)
