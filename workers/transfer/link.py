@@ -1,7 +1,7 @@
 """The reader's connection to the rank that owns the blocks: greeting, requests, raw bytes.
 
-Blocking: what is sent, and what C++ receives, has a timeout of the system on every call; what Python
-receives is waited for until a time. One thread uses it; any may `cancel`, which makes the other's wait end.
+Blocking: Python waits until a time, and what C++ receives has a timeout of the system on every call. One
+thread uses it; any may `cancel`, which makes the other's wait end.
 """
 
 from __future__ import annotations

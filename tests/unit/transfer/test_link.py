@@ -28,7 +28,7 @@ from workers.transfer.messages import (
 )
 from workers.transfer.transport import Reason, TransferFailed
 
-TIMEOUT_S = 0.3
+TIMEOUT_S = 1.0
 
 
 @contextmanager
