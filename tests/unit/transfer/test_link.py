@@ -81,7 +81,7 @@ def _welcome(listener: socket.socket, facts: PeerFacts) -> socket.socket:
     nonce, hellos, frames = bytes(32), [], frame_reader()
     connection.sendall(encode(Challenge(nonce=nonce)))
     while not hellos:
-        hellos = frames.feed(connection.recv(1 << 10))
+        hellos = [*frames.feed(connection.recv(1 << 10))]
     assert isinstance(hellos[0], Hello)
     mac = welcome_mac(transfer_key(SECRET), nonce, hellos[0].nonce, facts)
     connection.sendall(encode(Welcome(mac=mac, facts=facts)))
