@@ -6,21 +6,35 @@ where there are too many rows for this, every row becomes a few lines of heading
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 _LEAST_PROSE = 24  # columns of a terminal that prose is wrapped into at least
 _GAP = 2
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
+
+
+def visible(text: str) -> str:
+    """What others sent, for a terminal: characters that would steer it are written out."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text.replace("\r\n", "\n"))
+
+
+class _Table(Table):
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        made = [visible(cell) if isinstance(cell, str) else cell for cell in cells]
+        super().add_row(*made, **options)
 
 
 def table(*headings: str, left: Sequence[str] = (), prose: str = "") -> Table:
     """An empty one. Cells are markup; columns are to the right but those named in `left`. `prose` is the
     column that may be wrapped."""
-    made = Table(box=None, pad_edge=False)
+    made = _Table(box=None, pad_edge=False)
     for heading in headings:
         is_prose = heading == prose and bool(prose)
         made.add_column(

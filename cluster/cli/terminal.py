@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli import tables
+from cluster.cli.tables import visible
 from cluster.config.problems import ConfigError
 from cluster.launch.errors import LaunchError
 from cluster.models.embedded import EmbeddedModelError
@@ -74,12 +75,12 @@ class Terminal:
         if self.as_json:
             typer.echo(_json({**values, "message": text}), err=True)
         else:
-            self.progress.print(Text(text))
+            self.progress.print(Text(visible(text)))
 
     def say(self, text: str = "", *, style: str = "") -> None:
         """A line for people; dropped when programs read."""
         if not self.as_json:
-            self.out.print(escape(text), style=style or None)
+            self.out.print(escape(visible(text)), style=style or None)
 
     def show(self, table: Table) -> None:
         """A table for people, whole at any width."""
@@ -101,7 +102,7 @@ class Terminal:
                 self.emit(**problem)
         else:
             errors = _console(stderr=True)
-            errors.print(Text("error: ", style="bold red") + Text(text))
+            errors.print(Text("error: ", style="bold red") + Text(visible(text)))
         return typer.Exit(code)
 
     @contextmanager
@@ -117,7 +118,7 @@ class Terminal:
                 ) from error
             errors = _console(stderr=True)
             for problem in error.problems:
-                errors.print(Text(problem.render()))
+                errors.print(Text(visible(problem.render())))
             raise typer.Exit(EXIT_BAD_CONFIG) from error
         except UsageError as error:
             raise self.fail(str(error), code=EXIT_BAD_CONFIG) from error
@@ -240,7 +241,9 @@ class Phases:
         if self._terminal.as_json:
             self._terminal.note(text, event="phase", elapsed_s=round(self.elapsed_s, 2))
         else:
-            self._terminal.progress.print(Text(f"{self.elapsed_s:6.1f} s  ", style="dim") + Text(text))
+            self._terminal.progress.print(
+                Text(f"{self.elapsed_s:6.1f} s  ", style="dim") + Text(visible(text))
+            )
 
     def _run(self) -> None:
         while not self._ended.wait(0.1):
@@ -255,4 +258,4 @@ class _Elapsed:
 
     def __rich__(self) -> Text:
         text, phase_s = self._phases.current()
-        return Text(f"{text}  {phase_s:.1f} s" if text else "")
+        return Text(f"{visible(text)}  {phase_s:.1f} s" if text else "")
