@@ -10,8 +10,11 @@ from typing import Any
 
 import aiohttp
 
+from cluster.replies import from_json
+
 _DONE = b"[DONE]"
 _MAX_ERROR_BYTES = 300
+_MAX_BODY_BYTES = 16 << 20  # of what is no stream
 
 
 class ServerUnusable(RuntimeError):
@@ -65,13 +68,16 @@ class CompletionClient:
     async def model(self) -> ServedModel:
         """The first that the server lists. Raises ServerUnusable."""
         try:
-            async with self._open().get(f"{self._url}/v1/models") as response:
+            async with self._open().get(f"{self._url}/v1/models", allow_redirects=False) as response:
+                body = await _body(response)
                 if response.status != 200:
-                    text = (await response.text())[:_MAX_ERROR_BYTES]
+                    text = body.decode(errors="replace")[:_MAX_ERROR_BYTES]
                     raise ServerUnusable(f"{self._url}/v1/models answers {response.status}: {text}")
-                listed: Any = await response.json()
+                listed: Any = from_json(body)
             first = listed["data"][0]
             longest = first.get("max_model_len")
+            if longest is not None and (type(longest) is not int or longest < 1):
+                raise ValueError(f"max_model_len is {longest!r}")
             return ServedModel(name=str(first["id"]), max_model_len=longest)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerUnusable(f"{self._url} does not answer: {error or type(error).__name__}") from error
@@ -86,10 +92,10 @@ class CompletionClient:
         try:
             headers = {"content-type": "application/json"}
             async with self._open().post(
-                f"{self._url}/v1/completions", data=body, headers=headers
+                f"{self._url}/v1/completions", data=body, headers=headers, allow_redirects=False
             ) as response:
                 if response.status != 200:
-                    text = (await response.text())[:_MAX_ERROR_BYTES]
+                    text = (await _body(response)).decode(errors="replace")[:_MAX_ERROR_BYTES]
                     return Answer(error=f"status {response.status}: {text}", end_s=self._clock())
                 async for line in response.content:
                     if not line.startswith(b"data:"):
@@ -98,7 +104,7 @@ class CompletionClient:
                     if data == _DONE:
                         is_done = True
                         break
-                    event: Any = json.loads(data)
+                    event: Any = from_json(data)
                     if event.get("error"):
                         return Answer(error=str(event["error"])[:_MAX_ERROR_BYTES], end_s=now)
                     choices = event.get("choices")
@@ -106,22 +112,41 @@ class CompletionClient:
                     if choices and (not token_s or any(choice.get("text") for choice in choices)):
                         token_s.append(now)
                     usage = event.get("usage") or usage
-        except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError) as error:
+            if not is_done or not token_s:
+                return Answer(error="the stream ended before its end", end_s=self._clock())
+            details = usage.get("prompt_tokens_details") or {}
+            return Answer(
+                token_s=tuple(token_s),
+                end_s=self._clock(),
+                prompt_tokens=_count(usage.get("prompt_tokens")),
+                output_tokens=_count(usage.get("completion_tokens")) or len(token_s),
+                cached_tokens=_count(details.get("cached_tokens")),
+            )
+        except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError, TypeError) as error:
             return Answer(error=f"{type(error).__name__}: {error}"[:_MAX_ERROR_BYTES], end_s=self._clock())
-        if not is_done or not token_s:
-            return Answer(error="the stream ended before its end", end_s=self._clock())
-        details = usage.get("prompt_tokens_details") or {}
-        return Answer(
-            token_s=tuple(token_s),
-            end_s=self._clock(),
-            prompt_tokens=int(usage.get("prompt_tokens") or 0),
-            output_tokens=int(usage.get("completion_tokens") or len(token_s)),
-            cached_tokens=int(details.get("cached_tokens") or 0),
-        )
 
     def _open(self) -> aiohttp.ClientSession:
         assert self._session is not None, "used outside of its context"
         return self._session
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """All of it. Raises ValueError for what does not end."""
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > _MAX_BODY_BYTES:
+            raise ValueError(f"the answer is longer than {_MAX_BODY_BYTES:,} bytes")
+    return bytes(content)
+
+
+def _count(value: object) -> int:
+    """Of tokens. Raises ValueError."""
+    if value is None:
+        return 0
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number of tokens")
+    return value
 
 
 def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:

@@ -16,6 +16,7 @@ from cluster.cli.services import services_of
 from cluster.cli.tables import table
 from cluster.cli.terminal import CommandFailed, Terminal, waiting
 from cluster.figures.words import counted
+from cluster.replies import Reply, ask
 
 _TIMEOUT_S = 5.0
 _TRIES = 16  # each over a connection of its own: only the router that placed a request remembers it
@@ -51,23 +52,24 @@ def _ask(url: str, request_id: str, headers: Mapping[str, str]) -> dict[str, Any
     problem = ""
     for _ in range(_TRIES):
         try:
-            response = httpx.get(address, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+            with httpx.Client(trust_env=False) as client:
+                reply = ask(client, "GET", address, timeout_s=_TIMEOUT_S, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise CommandFailed(f"{url} does not answer ({error}); is `tandem serve` running?") from error
-        body = _object(response)
-        if response.status_code == 200 and "prompts" in body:
+        body = _object(reply)
+        if reply.status == 200 and "prompts" in body:
             return body
         said = body.get("error")
         message = str(said.get("message", "")) if isinstance(said, dict) else ""
-        problem = message or f"{url} answers with HTTP {response.status_code}; is it a Tandem server?"
-        if response.status_code != 404:
+        problem = message or f"{url} answers with HTTP {reply.status}; is it a Tandem server?"
+        if reply.status != 404:
             break
     raise CommandFailed(problem)
 
 
-def _object(response: httpx.Response) -> dict[str, Any]:
+def _object(reply: Reply) -> dict[str, Any]:
     try:
-        body = response.json()
+        body = reply.json()
     except ValueError:
         return {}
     return body if isinstance(body, dict) else {}

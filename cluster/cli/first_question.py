@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from cluster.cli.terminal import CommandFailed
+from cluster.replies import Reply, ask
 
 QUESTION = "What is the capital of France?"
 _MAX_TOKENS = 32
@@ -31,15 +32,15 @@ class FirstAnswer:
 def ask_first_question(url: str, headers: Mapping[str, str]) -> FirstAnswer:
     """Proves the whole path with the request that people will make. Raises CommandFailed."""
     try:
-        with httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False, headers=headers) as client:
-            model = str(client.get("/v1/models").raise_for_status().json()["data"][0]["id"])
+        with httpx.Client(base_url=url, trust_env=False, headers=headers) as client:
+            model = str(_checked(_ask(client, "GET", "/v1/models"))["data"][0]["id"])
             options = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0}
-            chat = client.post("/v1/chat/completions", json={**options, **_messages()})
+            chat = _ask(client, "POST", "/v1/chat/completions", {**options, **_messages()})
             if not _lacks_template(chat):
-                text = chat.raise_for_status().json()["choices"][0]["message"]["content"]
+                text = _checked(chat)["choices"][0]["message"]["content"]
                 return FirstAnswer(model, str(text).strip(), is_chat=True)
-            plain = client.post("/v1/completions", json={**options, "prompt": QUESTION})
-            text = plain.raise_for_status().json()["choices"][0]["text"]
+            plain = _ask(client, "POST", "/v1/completions", {**options, "prompt": QUESTION})
+            text = _checked(plain)["choices"][0]["text"]
             return FirstAnswer(model, str(text).strip(), is_chat=False)
     except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CommandFailed(f"{url} says it is ready but does not answer a request: {error}") from error
@@ -75,9 +76,20 @@ def _messages() -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": QUESTION}]}
 
 
-def _lacks_template(answer: httpx.Response) -> bool:
+def _ask(client: httpx.Client, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
+    return ask(client, method, path, timeout_s=_TIMEOUT_S, body=body)
+
+
+def _checked(answer: Reply) -> Any:
+    """Its JSON. Raises ValueError for a refusal and for what is no JSON."""
+    if answer.status != 200:
+        raise ValueError(f"status {answer.status}: {answer.text[:500]}")
+    return answer.json()
+
+
+def _lacks_template(answer: Reply) -> bool:
     """Whether chat was refused because the model has no chat template."""
-    if answer.status_code != 400:
+    if answer.status != 400:
         return False
     error = answer.json()["error"]
     return bool(error["code"] == "unsupported_parameter" and error["param"] == "messages")

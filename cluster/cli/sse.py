@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,11 @@ from typing import Any
 import httpx
 
 from cluster.cli.terminal import CommandFailed
+from cluster.replies import Reply, ask, from_json, read
+
+_CONNECT_S = 5.0
+_PATIENCE_S = 120.0  # between two chunks, and for an answer that is no stream
+_MOST_LINE_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class ChatClient:
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         """headers: with an API key, where the server wants one."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        timeout = httpx.Timeout(120.0, connect=5.0)
+        timeout = httpx.Timeout(_PATIENCE_S, connect=_CONNECT_S)
         try:
             self._http = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, headers=headers)
         except httpx.InvalidURL as error:
@@ -51,16 +55,16 @@ class ChatClient:
     def models(self) -> list[str]:
         """Names of the served models. Raises CommandFailed when nothing answers."""
         try:
-            response = self._http.get("/v1/models")
+            reply = ask(self._http, "GET", "/v1/models", timeout_s=_PATIENCE_S, connect_s=_CONNECT_S)
         except httpx.HTTPError as error:
             raise CommandFailed(
                 f"nothing answers at {self.url} ({error}); start it with `tandem serve`, or give --url"
             ) from error
-        if response.status_code != 200:
-            remedy = "; give --api-keys-file FILE" if response.status_code == 401 else ""
-            raise CommandFailed(f"{self.url}/v1/models: {_error_text(response)}{remedy}")
+        if reply.status != 200:
+            remedy = "; give --api-keys-file FILE" if reply.status == 401 else ""
+            raise CommandFailed(f"{self.url}/v1/models: {_error_text(reply)}{remedy}")
         try:
-            names = [str(model["id"]) for model in response.json()["data"]]
+            names = [str(model["id"]) for model in reply.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise CommandFailed(
                 f"what answers at {self.url} is not an OpenAI-compatible API; give another --url"
@@ -89,8 +93,8 @@ class ChatClient:
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    response.read()
-                    raise CommandFailed(_error_text(response))
+                    deadline = time.monotonic() + _PATIENCE_S
+                    raise CommandFailed(_error_text(read(response, deadline, timeout_s=_PATIENCE_S)))
                 for event in _events(_lines(response.iter_bytes())):
                     try:
                         text = _take(event, stats)
@@ -115,6 +119,8 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
         *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
             yield line.decode(errors="replace")
+        if len(rest) > _MOST_LINE_BYTES:
+            raise CommandFailed(f"the server sent a line of more than {_MOST_LINE_BYTES:,} bytes")
     if rest:
         yield rest.decode(errors="replace")
 
@@ -128,7 +134,7 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
         if data == "[DONE]":
             return
         try:
-            event = json.loads(data)
+            event = from_json(data)
         except ValueError as error:
             raise CommandFailed(f"the server sent what is not JSON: {data[:200]!r}") from error
         if not isinstance(event, dict):
@@ -143,9 +149,9 @@ def _take(event: dict[str, Any], stats: AnswerStats) -> str:
     """The text of a chunk; its numbers go into the stats."""
     usage = event.get("usage")
     if usage:
-        stats.prompt_tokens = usage.get("prompt_tokens")
-        stats.completion_tokens = usage.get("completion_tokens")
-        stats.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        stats.prompt_tokens = _count(usage.get("prompt_tokens"))
+        stats.completion_tokens = _count(usage.get("completion_tokens"))
+        stats.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
     text = ""
     for choice in event.get("choices") or ():
         text += choice.get("delta", {}).get("content") or ""
@@ -153,13 +159,20 @@ def _take(event: dict[str, Any], stats: AnswerStats) -> str:
     return text
 
 
-def _error_text(response: httpx.Response) -> str:
+def _count(value: object) -> int | None:
+    """Raises TypeError for what is neither a number of tokens nor null."""
+    if value is not None and type(value) is not int:
+        raise TypeError(f"{value!r} is no number of tokens")
+    return value
+
+
+def _error_text(reply: Reply) -> str:
     """The message of an OpenAI error body, with what helps to follow it up."""
     try:
-        text = str(response.json()["error"]["message"])
+        text = str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        text = response.text[:500] or "no message"
-    extra = [f"status {response.status_code}"]
-    extra += [f"retry after {response.headers['retry-after']} s"] if "retry-after" in response.headers else []
-    extra += [f"request {response.headers['x-request-id']}"] if "x-request-id" in response.headers else []
+        text = reply.text[:500] or "no message"
+    extra = [f"status {reply.status}"]
+    extra += [f"retry after {reply.headers['retry-after']} s"] if "retry-after" in reply.headers else []
+    extra += [f"request {reply.headers['x-request-id']}"] if "x-request-id" in reply.headers else []
     return f"{text} ({', '.join(extra)})"

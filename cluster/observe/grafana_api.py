@@ -78,7 +78,8 @@ class GrafanaApi:
             raise ObserveError(f"no Grafana answers at {self.shown}: {error}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ObserveError(f"no Grafana answers at {self.shown}: {error!r}") from error
-        except (AttributeError, IndexError, TypeError) as error:  # in the SDK, of an answer in no known form
+        except (AttributeError, IndexError, RecursionError, TypeError) as error:
+            # In the SDK, of an answer in no known form.
             raise self.stranger() from error
         if not isinstance(answer, dict) or not isinstance(answer.get("status"), int):
             raise self.stranger()

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
+from cluster.replies import ask
+
 
 class ObserveError(RuntimeError):
     """Prometheus or Grafana cannot be reached, or refused; the text says which, why, and what to do."""
@@ -61,9 +63,9 @@ class PrometheusApi:
 
     def _data(self, path: str, query: Mapping[str, str]) -> Mapping[str, Any]:
         try:
-            with httpx.Client(timeout=self.timeout_s, trust_env=False, verify=self._certificates) as client:
-                response = client.post(self.url + path, data=dict(query))
-            body = response.json()
+            with httpx.Client(trust_env=False, verify=self._certificates) as client:
+                reply = ask(client, "POST", self.url + path, timeout_s=self.timeout_s, form=query)
+            body = reply.json()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ObserveError(
                 f"no Prometheus answers at {shown_url(self.url)} ({error}); `tandem metrics up` starts one"
@@ -74,7 +76,7 @@ class PrometheusApi:
             raise self._stranger()
         if body.get("status") != "success":
             raise ObserveError(
-                f"{shown_url(self.url)} refuses {query['query']}: {body.get('error', response.text)}"
+                f"{shown_url(self.url)} refuses {query['query']}: {body.get('error', reply.text)}"
             )
         data = body.get("data")
         if not isinstance(data, dict):

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 
+from cluster.replies import Reply, ask
+
 _APPLICATIONS = "/api/serve/applications/"
 _VERSION = "/api/version"
 
@@ -109,24 +111,26 @@ class ServeApi:
 
     def _call(
         self, method: str, body: Mapping[str, Any] | None = None, *, path: str = _APPLICATIONS
-    ) -> httpx.Response:
+    ) -> Reply:
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         try:
             # trust_env off: a proxy from the environment must never see the token.
-            with httpx.Client(timeout=self.timeout_s, trust_env=False) as client:
-                response = client.request(method, self.url + path, headers=headers, json=body)
+            with httpx.Client(trust_env=False) as client:
+                reply = ask(
+                    client, method, self.url + path, timeout_s=self.timeout_s, headers=headers, body=body
+                )
         except httpx.TimeoutException as error:
             raise ServeApiTimeout(
                 f"the Ray dashboard at {self.url} did not answer within {self.timeout_s:g} s"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServeApiUnreachable(f"no Ray dashboard answers at {self.url}: {error}") from error
-        if response.status_code in (401, 403):
+        if reply.status in (401, 403):
             place = token_path()
             raise ServeApiError(
                 f"the Ray cluster at {self.url} wants a token and refused ours; it is read from "
                 f"RAY_AUTH_TOKEN or {place}"
             )
-        if response.status_code != 200:
-            raise ServeApiError(f"{self.url} answered {response.status_code}: {response.text[-2000:]}")
-        return response
+        if reply.status != 200:
+            raise ServeApiError(f"{self.url} answered {reply.status}: {reply.text[-2000:]}")
+        return reply
