@@ -76,8 +76,8 @@ class Services:
     launcher: Launcher = local_cluster
     handover: Handover = handover
     reserved_port: Callable[[str, int], AbstractContextManager[None]] = reserved_port
-    # (Ray's address or "", applications) -> what the groups of each say of themselves
-    directories: Callable[[str, list[str]], Mapping[str, GroupListing]] = read_directories
+    # (Ray's address or "", applications, run of Ray) -> what the groups of each say of themselves
+    directories: Callable[[str, list[str], str], Mapping[str, GroupListing]] = read_directories
     ensure_model: Callable[[embedded.Progress], Path] = embedded.ensure
     measure: Measure = measure
     run_load: RunLoad = run_load

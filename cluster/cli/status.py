@@ -18,6 +18,7 @@ from cluster.cli.tables import table
 from cluster.cli.terminal import CommandFailed, Terminal, waiting
 from cluster.figures.words import counted
 from cluster.launch.news import Report
+from cluster.replies import ask
 from cluster.running.group_table import (
     ApplicationStatus,
     GroupRow,
@@ -28,6 +29,7 @@ from cluster.running.group_table import (
     parse_pairs,
 )
 from cluster.running.serve_api import ServeApi, ingress_url
+from workers.directory.groups import GroupListing
 
 _COLUMNS = ("group", "role", "state", "node", "ranks", "running", "waiting", "KV", "restarts", "age", "why")
 _WORDS = ("group", "role", "state", "node", "ranks")
@@ -84,10 +86,28 @@ def status(
 def _ask(
     services: Services, api: ServeApi, gcs_address: str, headers: Mapping[str, str], report: Report
 ) -> list[ApplicationStatus]:
-    """All who know a part of it. Raises ServeApiError and ProbeError."""
+    """All who know a part of it. Raises ServeApiError, ProbeError and CommandFailed."""
+    try:
+        return _joined(services, api, gcs_address, headers, report)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CommandFailed(
+            f"what the Ray dashboard at {api.url} says of its applications is in no known form: is it "
+            "another version of Ray?"
+        ) from error
+
+
+def _joined(
+    services: Services,
+    api: ServeApi,
+    gcs_address: str,
+    headers: Mapping[str, str],
+    report: Report,
+) -> list[ApplicationStatus]:
     details = api.details()
     applications: Mapping[str, Any] = details.get("applications", {})
-    directories = services.directories(gcs_address, sorted(applications))
+    directories: Mapping[str, GroupListing] = {}
+    if applications:
+        directories = services.directories(gcs_address, sorted(applications), api.session())
     loads: dict[str, ReportedLoad] = {}
     pairs: list[PairRow] = []
     for name, application in applications.items():
@@ -109,9 +129,10 @@ def _load(details: Mapping[str, Any], prefix: str, headers: Mapping[str, str]) -
     url = ingress_url(options.get("host", "127.0.0.1"), options.get("port", 8000))
     try:
         address = url + prefix.rstrip("/") + "/load"
-        response = httpx.get(address, headers=headers, timeout=5.0, trust_env=False)
-        body = response.json() if response.status_code == 200 else {}
-    except (httpx.HTTPError, ValueError):
+        with httpx.Client(trust_env=False) as client:
+            reply = ask(client, "GET", address, timeout_s=5.0, headers=headers)
+        body = reply.json() if reply.status == 200 else {}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return {}
     return body if isinstance(body, dict) else {}
 

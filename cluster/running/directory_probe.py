@@ -3,7 +3,7 @@
 Ray reads whether a cluster wants a token from the environment while it is imported, and a driver's messages
 go where they please; a child process with its own environment keeps both away from the caller.
 
-    python -m cluster.running.directory_probe HOST:PORT APPLICATION...
+    python -m cluster.running.directory_probe HOST:PORT SESSION APPLICATION...
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ class ProbeError(RuntimeError):
     """The directories cannot be read; the message says why."""
 
 
-def read_directories(gcs_address: str, applications: Sequence[str]) -> dict[str, GroupListing]:
+def read_directories(
+    gcs_address: str, applications: Sequence[str], session: str = ""
+) -> dict[str, GroupListing]:
     """What the directory of each application lists; one that has no directory is left out.
 
-    `gcs_address`: Ray's own address; empty: RAY_ADDRESS, or the cluster Ray finds on this machine.
+    `gcs_address`: Ray's own address; empty: RAY_ADDRESS, or the cluster Ray finds on this machine. `session`:
+    name of the run of Ray that is meant; empty: any. Raises ProbeError.
     """
     environment = {**os.environ, "PYTHONPATH": module_path()}
     if read_token() is not None:
         environment.setdefault("RAY_AUTH_MODE", "token")
     address = gcs_address or environment.get("RAY_ADDRESS", "auto")
-    command = module_command("cluster.running.directory_probe", address, *applications)
+    command = module_command("cluster.running.directory_probe", address, session, *applications)
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -57,15 +60,21 @@ def main(arguments: Sequence[str]) -> int:
 
     from workers.directory.actor import NAMESPACE, directory_name
 
-    address, *applications = arguments
+    address, session, *applications = arguments
     is_local = address.partition(":")[0] in ("127.0.0.1", "localhost")
-    ray.init(
+    context = ray.init(
         address=address,
         namespace=NAMESPACE,
         log_to_driver=False,
         # On a cluster that knows this machine by its loopback address, we must go by that name too.
         _node_ip_address="127.0.0.1" if is_local else None,
     )
+    found = os.path.basename(context.address_info["session_dir"])
+    if session not in ("", found):
+        sys.exit(
+            f"it is {found}, and the dashboard that was asked is of {session}: say with --gcs-address where "
+            "that is"
+        )
     listings: dict[str, GroupListing] = {}
     for application in applications:
         try:

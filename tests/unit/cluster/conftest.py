@@ -47,7 +47,7 @@ class World:
             launcher=self.launcher,
             handover=self.launcher,
             reserved_port=self.launcher.reserved_port,
-            directories=lambda address, applications: {"tandem": self.listing()},
+            directories=lambda address, applications, session: {"tandem": self.listing()},
             ensure_model=embedded_model(self.folder),
             note=self.note,
             deployed=DeployedFiles(self.folder / "run"),

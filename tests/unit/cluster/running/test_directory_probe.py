@@ -28,6 +28,7 @@ def init(address, **options):
     (FOLDER / "init.json").write_text(json.dumps([address, options]))
     print("Ray says hello")
     print("Ray says hello on standard error", file=__import__("sys").stderr)
+    return types.SimpleNamespace(address_info={"session_dir": "/tmp/ray/session_1"})
 
 def get_actor(name, namespace):
     if (name, namespace) != ("group-directory:tandem", "tandem"):
@@ -98,3 +99,11 @@ def test_a_folder_named_like_a_package_where_the_person_stands_is_not_imported(
     (tmp_path / "here" / "cluster" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path / "here")
     assert read_directories("", []) == {}
+
+
+def test_another_cluster_is_not_taken_for_the_one_that_is_meant(ray: Path) -> None:
+    assert "tandem" in read_directories("", ["tandem"], "session_1")
+    with pytest.raises(
+        ProbeError, match=r"it is session_1, and the dashboard that was asked is of session_2: say with --gcs"
+    ):
+        read_directories("", ["tandem"], "session_2")
