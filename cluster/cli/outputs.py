@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.bench.report import report_text
 from cluster.cli.terminal import CommandFailed
+from cluster.whole_file import replace_file
 
 
 def check_output(file: Path | None, *, force: bool) -> None:
@@ -24,7 +25,9 @@ def check_output(file: Path | None, *, force: bool) -> None:
         raise CommandFailed(f"{file}: it is a folder, a file is needed")
     if file.is_file() and not force:
         raise CommandFailed(f"{file} is there already: name another file, or write over it with --force")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
+    place = Path(os.path.realpath(file))
+    needed = [place.parent] if not place.exists() else [place, place.parent] if place.is_file() else [place]
+    if not all(os.access(each, os.W_OK) for each in needed):  # the folder too: see `write_output`
         raise CommandFailed(f"{file}: there is no permission to write it")
 
 
@@ -37,9 +40,15 @@ def make_folder_of(place: Path) -> None:
 
 
 def write_output(file: Path, text: str) -> None:
-    """Raises CommandFailed, naming the file."""
+    """Whole or not at all: a full disk leaves what was there. Raises CommandFailed, naming the file."""
+    place = Path(os.path.realpath(file))  # a link goes on pointing there
     try:
-        file.write_text(text, encoding="utf-8")
+        if place.is_file():
+            replace_file(place, text, mode=place.stat().st_mode & 0o777)
+        elif place.exists():  # a pipe or device
+            place.write_text(text, encoding="utf-8")
+        else:
+            replace_file(place, text)
     except OSError as error:
         raise CommandFailed(f"{file}: {error.strerror}") from error
 
