@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,10 @@ def _run(name: str, length: int, vocab_size: int) -> list[int]:
     return [FIRST_TOKEN + number % span for number in numbers]
 
 
-def _lines(stream: Iterable[bytes]) -> Iterator[str]:
-    for line in stream:
+def _lines(stream: BufferedReader) -> Iterator[str]:
+    while line := stream.readline(_MAX_LINE_BYTES + 1):
         if len(line) > _MAX_LINE_BYTES:
-            raise TraceError(f"a line of {len(line)} bytes, at most {_MAX_LINE_BYTES} are read")
+            raise TraceError(f"a line of more than {_MAX_LINE_BYTES} bytes")
         yield line.decode("utf-8-sig")
 
 

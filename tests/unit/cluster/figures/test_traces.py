@@ -127,6 +127,14 @@ def test_mistakes_in_jsonl_are_named(tmp_path: Path, bad: object, message: str) 
         read_trace(mooncake(tmp_path, bad))
 
 
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.csv"])
+def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as stream:
+        stream.truncate(1 << 42)  # zeros that take no room
+    with pytest.raises(TraceError, match="a line of more than 1048576 bytes"):
+        read_trace(tmp_path / name)
+
+
 def test_requests_out_of_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="line 2: earlier"):
         read_trace(mooncake(tmp_path, entry(9, 5, [1]), entry(8, 5, [1])))
