@@ -6,6 +6,7 @@ on top: a port that strangers cannot reach, the config tree in `args`, deploymen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -22,6 +23,12 @@ from workers.regular_file import open_regular
 IMPORT_PATH = "cluster.app:build"
 ROUTER_DEPLOYMENT = "router"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+_MOST_NAME_CHARS = 100
+_NUMBER = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
+_NUMBERS = (
+    "_S",
+    "_MS",
+)  # how names of variables end that Serve reads as numbers, while its controller starts
 # Written by `build` from the config tree; a value in the file would fight with it.
 _COMPUTED = {
     "placement_group_bundles": "computed from pools.<pool>.tensor_parallel",
@@ -70,6 +77,7 @@ def check_tree(tree: YamlTree, *, allow_open: bool = False) -> list[Problem]:
         return [Problem(path="", message="a deployment file is a mapping", got=type(tree.value).__name__)]
     problems = schema_problems(tree)
     problems += _proxy_problems(tree, allow_open=allow_open)
+    problems += _variable_problems(tree)
     applications = tree.value.get("applications")
     if isinstance(applications, list):
         ours = [i for i, app in enumerate(applications) if is_ours(app)]
@@ -117,6 +125,19 @@ def _proxy_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
         yield tree.problem(("grpc_options", "port"), "the port is given twice", got=str(port), hint=hint)
 
 
+def _variable_problems(tree: YamlTree) -> Iterator[Problem]:
+    """Serve's own variables with which its controller would end when it starts."""
+    path: Path = ("controller_options", "runtime_env", "env_vars")
+    variables = tree.value
+    for part in path:
+        variables = variables.get(part) if isinstance(variables, dict) else None
+    for name, text in variables.items() if isinstance(variables, dict) else ():
+        if not (name.startswith("RAY_SERVE_") and name.endswith(_NUMBERS) and isinstance(text, str)):
+            continue
+        if not _NUMBER.fullmatch(text):
+            yield tree.problem((*path, name), "not a number", got=repr(text)[:100])
+
+
 def _all_ask_for_keys(tree: dict[str, Any]) -> bool:
     """Whether every application is ours and has a file of API keys, without which nobody may call."""
     applications = tree.get("applications")
@@ -155,6 +176,14 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
     base: Path = ("applications", index)
     app = tree.value["applications"][index]
     args = app.get("args") or {}
+    name = app.get("name", "")
+    if isinstance(name, str) and (len(name) > _MOST_NAME_CHARS or "#" in name or not name.isprintable()):
+        yield tree.problem(
+            (*base, "name"),
+            "not usable as a name",  # Serve's ids of replicas are split at "#"
+            got=repr(name)[:_MOST_NAME_CHARS],
+            allowed=f"at most {_MOST_NAME_CHARS} characters, without # and control characters",
+        )
     prefix = app.get("route_prefix", "/")
     if prefix is None or (isinstance(prefix, str) and not prefix.startswith("/")):
         hint = "leave it out, or write / or /name"

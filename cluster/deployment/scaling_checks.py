@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from cluster.config.tree import TandemConfig
 POLICY = "cluster.scaling.serve_policy:ScalingPolicy"
 _POLICY_KEYS = ("policy_function", "policy_kwargs")
 _DELAYS = ("upscale_delay_s", "downscale_delay_s")
+_FUNCTION = re.compile(r"[^\W\d]\w*([.:][^\W\d]\w*)+")
 
 
 def scaling_problems(app: Mapping[str, Any], config: TandemConfig, router: str) -> Iterable[Problem]:
@@ -37,6 +39,7 @@ def scaling_problems(app: Mapping[str, Any], config: TandemConfig, router: str) 
         for key in policy:
             if key not in _POLICY_KEYS:
                 yield unknown_key(join("autoscaling_policy", key), key, _POLICY_KEYS)
+        yield from _function_problems(policy.get("policy_function"))
     elif scaled:
         yield Problem(
             path="deployments",
@@ -51,6 +54,18 @@ def scaling_problems(app: Mapping[str, Any], config: TandemConfig, router: str) 
         elif is_ours:
             yield from _delays(path, entry["autoscaling_config"])
     yield from _zero_problems(scaled, config)
+
+
+def _function_problems(function: object) -> Iterable[Problem]:
+    """Serve imports it only when the application is deployed."""
+    path = "autoscaling_policy.policy_function"
+    if function is None:
+        yield Problem(path=path, message="must be given", hint=f"ours is {POLICY}")
+    elif not isinstance(function, str) or not _FUNCTION.fullmatch(function):
+        got = repr(function)[:100]
+        yield Problem(path=path, message="names no function", got=got, allowed=f"module:name, as {POLICY}")
+    elif function.startswith("cluster.") and function.replace(":", ".") != POLICY.replace(":", "."):
+        yield Problem(path=path, message="Tandem has no such policy", got=function[:100], allowed=POLICY)
 
 
 def _delays(path: str, scaling: Mapping[str, Any]) -> Iterable[Problem]:

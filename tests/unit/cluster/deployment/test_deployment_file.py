@@ -69,6 +69,14 @@ applications:
         ("ttft_s", "ttft", 6, "args.scaling.ttft", "unknown key"),
         ("0.5", "0", 6, "args.scaling.ttft_s", "out of range"),
         ("policy_function", "policy_fun", 5, "autoscaling_policy.policy_fun", "unknown key"),
+        ("cluster.scaling.serve_policy:ScalingPolicy", "cluster.scaling:Policy", 5,
+         "autoscaling_policy.policy_function", "Tandem has no such policy"),
+        ('"cluster.scaling.serve_policy:ScalingPolicy"', "[1]", 5,
+         "autoscaling_policy.policy_function", "names no function"),
+        ('"cluster.scaling.serve_policy:ScalingPolicy"', "''", 5,
+         "autoscaling_policy.policy_function", "names no function"),
+        ('policy_function: "cluster.scaling.serve_policy:ScalingPolicy"', "policy_kwargs: {}", 5,
+         "autoscaling_policy.policy_function", "must be given"),
         ("autoscaling_policy: {p", "# {p", 7, "deployments", "pools are autoscaled without a policy that"),
         ("upscale_delay_s: 0, down", "down", 10, "deployments[1].autoscaling_config.upscale_delay_s",
          "the policy has its own damping"),
@@ -106,6 +114,24 @@ def test_replica_counts_that_mean_nothing_are_refused(tmp_path: Path, value: str
 def test_min_above_max_is_refused_though_ray_takes_any_mapping_there(tmp_path: Path) -> None:
     [problem] = check(tmp_path, AUTOSCALED.replace("min_replicas: 1", "min_replicas: 5"))
     assert "max_replicas (2) must be greater than or equal to min_replicas (5)" in problem.message
+
+
+def test_a_policy_of_somebody_else_is_taken(tmp_path: Path) -> None:
+    assert check(tmp_path, AUTOSCALED.replace("cluster.scaling.serve_policy:", "mine.policies:")) == []
+
+
+@pytest.mark.parametrize("name", ["a#b", "a\\eb", "a\\u202eb", "a" * 101])
+def test_a_name_that_serve_cannot_use_is_refused(tmp_path: Path, name: str) -> None:
+    [problem] = check(tmp_path, AUTOSCALED.replace("name: tandem", f'name: "{name}"'))
+    assert (problem.line, problem.path) == (3, "applications[0].name")
+
+
+@pytest.mark.parametrize(("text", "is_right"), [("0.5", True), ("3", True), ("x", False), ("", False)])
+def test_variables_that_are_read_as_numbers_are_numbers(tmp_path: Path, text: str, is_right: bool) -> None:
+    variables = f'{{RAY_SERVE_CONTROL_LOOP_INTERVAL_S: "{text}", RAY_SERVE_MINE: "x", OTHER_S: "x"}}'
+    options = f"controller_options: {{runtime_env: {{env_vars: {variables}}}}}\n"
+    found = [problem.path.rpartition(".")[2] for problem in check(tmp_path, options + GOOD)]
+    assert found == ([] if is_right else ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"])
 
 
 def test_a_host_that_others_can_reach_needs_a_word(tmp_path: Path) -> None:
