@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -46,6 +47,14 @@ _WORKERS = {
     "groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts", "priority",
     "rayStartParams", "replicas", "resources", "scaleStrategy", "suspend", "template",
 }  # fmt: skip
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}")
+# Its schema leaves values open, which its code then takes for what they should be.
+_OF_RAY = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+    TypeError, ValueError, click.ClickException, jsonschema.ValidationError,
+)  # fmt: skip
 
 
 class FileKind(Enum):
@@ -94,14 +103,41 @@ def _ray_cluster(tree: YamlTree) -> Iterator[Problem]:
             # It prints and logs, and raises too.
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), _no_log():
                 validate_config(prepare_config(tree.value))
-        except (ValueError, RuntimeError, click.ClickException, jsonschema.ValidationError) as error:
-            yield tree.problem((), f"Ray does not take it: {str(error).splitlines()[0]}")
+        except _OF_RAY as error:
+            yield tree.problem((), f"Ray does not take it: {(str(error) or repr(error)).splitlines()[0]}")
+    name = tree.value.get("cluster_name")
+    if isinstance(name, str) and not _NAME.fullmatch(name):  # files are called after it
+        got = repr(name)[:100]
+        yield tree.problem(("cluster_name",), "not a name", got=got, allowed="letters, digits, . _ and -")
+    yield from _machines(tree)
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         commands = tree.value.get(key)
         for i, command in enumerate(commands if isinstance(commands, list) else ()):
             if "ray start" in str(command) and "RAY_AUTH_MODE=token" not in str(command):
                 hint = "begin the command with export RAY_AUTH_MODE=token;"
                 yield tree.problem((key, i), "Ray would take commands from anyone", hint=hint)
+
+
+def _machines(tree: YamlTree) -> Iterator[Problem]:
+    """Addresses of machines that are there already: Ray takes anything for one, and hands it to ssh."""
+    provider = tree.value.get("provider")
+    if not isinstance(provider, dict) or provider.get("type") != "local":
+        return
+    places: list[tuple[Path, Any]] = []
+    if "head_ip" in provider:
+        places.append((("provider", "head_ip"), provider["head_ip"]))
+    workers = provider.get("worker_ips")
+    for i, worker in enumerate(workers if isinstance(workers, list) else ()):
+        places.append((("provider", "worker_ips", i), worker))
+    first: dict[str, Path] = {}
+    for place, host in places:
+        if not isinstance(host, str) or not _HOST.fullmatch(host):
+            yield tree.problem(place, "not an address or name of a machine", got=repr(host)[:100])
+        elif host in first:
+            hint = f"first as {join(*first[host])}"
+            yield tree.problem(place, "the machine is given twice", got=host, hint=hint)
+        else:
+            first[host] = place
 
 
 @contextmanager

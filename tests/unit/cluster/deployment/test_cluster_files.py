@@ -97,6 +97,12 @@ def test_the_clusters_differ_only_in_where_machines_come_from() -> None:
     ("old", "new", "said"),
     [
         ("cluster_name: tandem", "cluster_name: 3", "cluster_name: 3 is not of type 'string'"),
+        ("cluster_name: tandem", "cluster_name: ../x", "cluster_name: not a name; got '../x'"),
+        ("head_ip: 10.0.0.1", "head_ip: ''", "provider.head_ip: not an address or name of a machine; got ''"),
+        ("[10.0.0.2, 10.0.0.3]", "[10.0.0.2, -oProxyCommand=id]", "provider.worker_ips[1]: not an address"),
+        ("[10.0.0.2, 10.0.0.3]", "[10.0.0.2, 10.0]", "provider.worker_ips[1]: not an address or name of"),
+        ("[10.0.0.2, 10.0.0.3]", "[10.0.0.2, 10.0.0.2]",
+         "worker_ips[1]: the machine is given twice; got 10.0.0.2; first as provider.worker_ips[0]"),
         ("rsync_exclude", "rsync_exlude", "did you mean rsync_exclude?"),
         ("  head_ip: 10.0.0.1", "  head_i: 10.0.0.1",
          ": Ray does not take it: Please supply a `head_ip` and list of `worker_ips`. Alternatively, supply "
@@ -184,3 +190,25 @@ def test_validate_says_what_it_recognised(world: World, file: Path, kind: str) -
     assert (done.exit_code, done.stdout) == (0, f"{file}: a valid {kind}\n")
     done = world.run("validate", str(file), "--json")
     assert json.loads(done.stdout) == {"valid": True, "file": str(file), "kind": kind}
+
+
+def places_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a tree but its root."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [(*path, key) for key, _ in items]
+    return found + [deep for place in found for deep in places_of(value[place[-1]], place)]
+
+
+@pytest.mark.parametrize("odd", [None, True, -1, "x", [1], {"a": 1}], ids=repr)
+def test_no_value_breaks_what_takes_it_for_another(odd: object) -> None:
+    for file in (ON_PREMISE, ROOT / "cluster" / "ray" / "aws.yaml", SERVICE):
+        for place in places_of(yaml.safe_load(file.read_text())):
+            tree = read_file(file)
+            holder = tree.value
+            for part in place[:-1]:
+                holder = holder[part]
+            holder[place[-1]] = odd
+            try:
+                check_cluster_file(tree, str(file))
+            except ConfigError as error:
+                assert all(problem.message for problem in error.problems)
