@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -23,9 +24,11 @@ from cluster.deployment.load import CommandLine, Deployment, deployment_of
 from cluster.deployment.replicas import with_replicas
 from cluster.running.deployed import DeployedFile
 from cluster.whole_file import replace_file
+from workers.file_lock import file_lock
 from workers.regular_file import read_regular
 
 _MOST = 1024
+_EDIT_S = 10.0  # that another command may take to write the file
 
 Words = Annotated[
     list[str],
@@ -74,15 +77,16 @@ def scale(
             return
         if not yes and not _confirmed(terminal):
             raise CommandFailed("nothing was changed")
-        if _text_of(file) != before:
+        if not _changed(file, before, after, services.locks):
             raise CommandFailed(f"{given.file} has been changed by someone else meanwhile; run this again")
-        mode = file.stat().st_mode & 0o777
-        replace_file(file, after, mode=mode)
         try:
             done = rollout.run(terminal, services)
         finally:
-            if rollout.state is State.UNSENT:
-                replace_file(file, before, mode=mode)
+            if rollout.state is State.UNSENT and not _changed(file, after, before, services.locks):
+                terminal.note(
+                    f"{given.file} has been changed by someone else meanwhile, and is left as it is",
+                    event="note",
+                )
         if as_json:
             terminal.emit(**asdict(done), **change)
 
@@ -95,6 +99,18 @@ def _text_of(file: Path) -> str:
         raise CommandFailed(
             f"{file} is not UTF-8; change num_replicas by hand, then `tandem deploy {file}`"
         ) from error
+
+
+def _changed(file: Path, before: str, after: str, locks: Path) -> bool:
+    """Whether the file said what it was to say before, and now says the other; of several commands at once
+    it is one. Raises OSError."""
+    locks.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = hashlib.sha256(os.fsencode(file)).hexdigest()[:16]
+    with file_lock(locks / f"edit-{name}.lock", timeout_s=_EDIT_S):
+        if _text_of(file) != before:
+            return False
+        replace_file(file, after, mode=file.stat().st_mode & 0o777)
+        return True
 
 
 def _deployment_of(text: str, given: DeployedFile, allow_open: bool) -> Deployment:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cluster.cli.scale import scale
 from cluster.config.problems import ConfigError
 from cluster.deployment.replicas import with_replicas
+from cluster.launch.errors import LaunchError
+from cluster.launch.news import Report
+from cluster.running.serve_api import ServeApi
 from tests.unit.cluster.conftest import World
+from tests.unit.cluster.fakes import FakeLauncher
 
 FILE = """\
 # Our cluster.
@@ -184,6 +190,26 @@ def test_a_deployment_that_serve_does_not_take_leaves_the_file_as_it_was(world: 
     done = world.run("scale", "prefill=2", str(file), "--yes", "--dashboard", world.server.url)
     assert (done.exit_code, file.read_text()) == (2, before)
     assert "http_options.port: needs a new deployment" in done.stderr
+
+
+class Editor(FakeLauncher):
+    """Refuses every deployment, and somebody edits the file meanwhile."""
+
+    file: Path
+
+    def deploy(self, api: ServeApi, config: Mapping[str, Any], *, report: Report, timeout_s: float) -> None:
+        self.file.write_text(self.file.read_text() + "# mine\n")
+        raise LaunchError("refused")
+
+
+def test_what_somebody_writes_meanwhile_is_not_taken_back(world: World) -> None:
+    file = write(world)
+    world.launcher = launcher = Editor(ServeApi(world.server.url), world.folder)
+    launcher.file = file
+    done = world.run("scale", "prefill=2", str(file), "--yes", "--dashboard", world.server.url)
+    assert (done.exit_code, "refused" in done.stderr) == (1, True)
+    assert f"{file} has been changed by someone else meanwhile, and is left as it is" in done.stderr
+    assert file.read_text().endswith("# mine\n") and "num_replicas: 2  # was 2" in file.read_text()
 
 
 def test_ctrl_c_at_the_question_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
