@@ -25,10 +25,8 @@ ROUTER_DEPLOYMENT = "router"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _MOST_NAME_CHARS = 100
 _NUMBER = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
-_NUMBERS = (
-    "_S",
-    "_MS",
-)  # how names of variables end that Serve reads as numbers, while its controller starts
+# How names of variables end that Serve reads as numbers, while its controller starts.
+_NUMBERS = ("_S", "_MS")
 # Written by `build` from the config tree; a value in the file would fight with it.
 _COMPUTED = {
     "placement_group_bundles": "computed from pools.<pool>.tensor_parallel",
