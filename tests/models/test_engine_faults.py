@@ -19,6 +19,7 @@ from tests.models import checkpoints
 from tests.models.engine_groups import Client, group_config, start_group
 from workers.engine.loop import EngineLoop, StepOutput
 from workers.engine.step import GroupFailed, SampleTask, SequenceSlice, StepPlan
+from workers.runtime import launch
 from workers.runtime.executor import GroupExecutor
 from workers.runtime.launch import LocalGroup, start_follower
 from workers.runtime.order import RankOrder
@@ -270,6 +271,20 @@ def test_a_follower_that_dies_while_loading(family_folder: Callable[[str], Path]
         leader.load()
     leader.close()
     assert follower.wait(10) == EXIT_CODE
+
+
+@pytest.mark.parametrize(("end", "how"), [("sys.exit(3)", "with code 3"), ("os.abort()", "by signal 6")])
+def test_a_follower_that_dies_before_it_joins_is_not_waited_for(
+    family_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, end: str, how: str
+) -> None:
+    def start_one_that_dies(order: RankOrder) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", f"import os, sys; {end}"], text=True)
+
+    monkeypatch.setattr(launch, "start_follower", start_one_that_dies)
+    began_s = time.monotonic()
+    with pytest.raises(GroupFailed, match=rf"rank 1 \(pid \d+\) ended {how} before it joined its group"):
+        start_group(family_folder("llama"), 2)
+    assert time.monotonic() - began_s < 20.0
 
 
 def test_groups_come_and_go_in_one_process(family_folder: Callable[[str], Path]) -> None:

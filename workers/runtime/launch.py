@@ -37,7 +37,7 @@ class LocalGroup:
             for rank in range(1, config.parallel.tensor_parallel):
                 order = RankOrder(config=config, rank=rank, rendezvous=self._leader.rendezvous)
                 self.followers.append(start_follower(order))
-            self.facts: RankFacts = self._leader.load()
+            self.facts: RankFacts = self._leader.load(self._is_lost)
         except BaseException:
             self.close()
             raise
@@ -66,6 +66,13 @@ class LocalGroup:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(_STOP_TIMEOUT_S)
+
+    def _is_lost(self, rank: int) -> str | None:
+        process = self.followers[rank - 1]
+        if (code := process.poll()) is None:
+            return None
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        return f"rank {rank} (pid {process.pid}) ended {how} before it joined its group"
 
     def __enter__(self) -> Self:
         return self

@@ -112,17 +112,20 @@ class LeaderLink:
         """From now on a step of rank 0 that takes longer than the timeout ends the group."""
         self._has_step_limit = True
 
-    def accept(self, timeout_s: float) -> None:
-        """Waits until all followers are there. Raises GroupFailed naming those that are not."""
+    def accept(self, timeout_s: float, is_lost: Callable[[int], str | None] = lambda rank: None) -> None:
+        """Waits until all followers are there. Raises GroupFailed naming those that are not, or with what
+        `is_lost` says of one that will never come; it is asked about once a second."""
         deadline = time.monotonic() + timeout_s
         while len(self._followers) < self._world_size - 1:
             left_s = deadline - time.monotonic()
+            missing = sorted(set(range(1, self._world_size)) - set(self._followers))
             if left_s <= 0:
-                missing = sorted(set(range(1, self._world_size)) - set(self._followers))
                 raise GroupFailed(f"ranks {missing} did not connect within {timeout_s:g} s")
             # Those that are here already must not take the wait for the others for silence.
             if (problem := self._send_heartbeats()) is not None:
                 raise GroupFailed(problem)
+            if lost := next(filter(None, map(is_lost, missing)), None):
+                raise GroupFailed(lost)
             self._listener.settimeout(min(left_s, heartbeat_interval_s(self._timeout_s)))
             try:
                 connection, _ = self._listener.accept()

@@ -163,13 +163,14 @@ class Leader:
         assert self._executor is not None, "load() first"
         return self._executor if self._model.plans_ahead else None
 
-    def load(self) -> RankFacts:
+    def load(self, is_lost: Callable[[int], str | None] = lambda rank: None) -> RankFacts:
         """Brings the rank to the point where it serves.
 
-        Raises GroupFailed, or PoolTooSmall or CheckpointError for what shows only now.
+        is_lost: says why a rank that is waited for will never come, if it will not. Raises GroupFailed, or
+        PoolTooSmall or CheckpointError for what shows only now.
         """
         try:
-            facts = self._load_alone() if self._link is None else self._load_group(self._link)
+            facts = self._load_alone() if self._link is None else self._load_group(self._link, is_lost)
             _first_step(self.executor)
         except Exception:
             self.close()
@@ -201,10 +202,10 @@ class Leader:
         )
         return facts
 
-    def _load_group(self, link: LeaderLink) -> RankFacts:
+    def _load_group(self, link: LeaderLink, is_lost: Callable[[int], str | None]) -> RankFacts:
         model = self._model
         agree = partial(link.agree, timeout_s=LOAD_TIMEOUT_S)
-        link.accept(JOIN_TIMEOUT_S)
+        link.accept(JOIN_TIMEOUT_S, is_lost)
         files = agree(model.files(), agree_on_files)
         identity = model.identity(same_files=are_same_files(files))
         agreed = agree(identity, agree_on_identity)
