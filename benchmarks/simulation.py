@@ -3,9 +3,10 @@
     python -m benchmarks.simulation TRACE [--requests 300] [--length-divisor 32] [--rate-divisor 4] [-o FILE]
 
 Starts two groups of one thread each with deploy/local-two-groups.yaml, measures the cost of a step with one
-thread, replays, and measures again; then simulates with either cost. What a request takes besides its group
-is that of short requests sent one after the other, less their steps. The run is only worth something on a
-machine that does nothing else: the two costs say how far that was so.
+thread, alone and with another thread that does the same, replays, and measures again; then simulates with
+either pair. What a request takes besides its group is that of short requests sent one after the other, less
+their steps. The run is only worth something on a machine that does nothing else: the costs say how far that
+was so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +74,24 @@ class Replayed:
         return max(probe_s - alone_s, 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of a step with one thread."""
+
+    alone: StepCost
+    crowded: StepCost  # while the other core does the same
+
+
+def measured(folder: Path, requests: Sequence[TraceRequest]) -> Costs:
+    """As it is now."""
+    alone = calibrated(folder)
+    with ThreadPoolExecutor(_GROUPS) as threads:
+        one, other = threads.map(calibrated, [folder] * _GROUPS)
+    return Costs(alone=alone, crowded=mean_cost(one, other, requests))
+
+
 def calibrated(folder: Path) -> StepCost:
-    """The cost of a step with one thread, now."""
+    """The cost of a step with one thread."""
     order = CalibrateOrder(engine=EngineSettings(model=str(folder), threads=1), seconds=_CALIBRATE_S)
     result = measure(order, _say, timeout_s=_CALIBRATE_TIMEOUT_S)
     return StepCost.of(result["cost"])
@@ -91,11 +109,12 @@ def replay(port: int, requests: Sequence[TraceRequest]) -> Replayed:
     return Replayed(outcomes=outcomes, probes=probes)
 
 
-def simulated(requests: Sequence[TraceRequest], cost: StepCost, front_s: float) -> Report:
+def simulated(requests: Sequence[TraceRequest], costs: Costs, front_s: float) -> Report:
     """The same cluster in virtual time."""
     config = SimConfig(
         groups={Role.UNIFIED: _GROUPS},
-        cost=cost,
+        cost=costs.alone,
+        crowded_cost=costs.crowded,
         num_blocks=_NUM_BLOCKS,
         network=_NETWORK,
         front_s=front_s,
@@ -172,18 +191,22 @@ def main() -> None:
         "--set", f"pools.unified.cache.num_blocks={_NUM_BLOCKS}",
     )  # fmt: skip
     with serving(port, *settings):
-        before = calibrated(folder)
+        before = measured(folder, requests)
         real = replay(port, requests)
-        after = calibrated(folder)
-    costs = (before, after, mean_cost(before, after, requests))
-    runs = [simulated(requests, cost, real.front_s(cost)) for cost in costs]
+        after = measured(folder, requests)
+    mean = Costs(
+        alone=mean_cost(before.alone, after.alone, requests),
+        crowded=mean_cost(before.crowded, after.crowded, requests),
+    )
+    costs = (before, after, mean)
+    runs = [simulated(requests, cost, real.front_s(cost.alone)) for cost in costs]
     print_table(real, runs)
     if options.out is not None:
         content: dict[str, Any] = {
             "settings": {name: str(value) for name, value in vars(options).items()},
             "machine": facts(),
             "real": {"mean_ttft_s": real.mean_ttft_s, "hit_tokens": real.hit_tokens},
-            "front_s": [real.front_s(cost) for cost in costs],
+            "front_s": [real.front_s(cost.alone) for cost in costs],
             "costs": [repr(cost) for cost in costs],
             "simulated": [
                 {"mean_ttft_s": run.ttft_s.mean, "hit_tokens": run.hit_tokens, "busy_share": run.busy_share}

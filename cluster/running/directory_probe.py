@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         # On a cluster that knows this machine by its loopback address, we must go by that name too.
         _node_ip_address="127.0.0.1" if is_local else None,
     )
-    found = os.path.basename(context.address_info["session_dir"])
+    found = os.path.basename(context.address_info["session_dir"])  # type: ignore[attr-defined]  # of RayContext
     if session not in ("", found):
         sys.exit(
             f"it is {found}, and the dashboard that was asked is of {session}: say with --gcs-address where "

@@ -6,6 +6,8 @@ Every row that is asked for a token gets the same one. A request that is to have
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cluster.figures.step_cost import StepCost
 from cluster.figures.step_shape import shape_of
 from cluster.simulate.world import World
@@ -21,7 +23,8 @@ class CostExecutor:
     """Implements `workers.engine.step.Executor`, and is the clock of its engine: while a step runs, the
     engine's time is that of the step's end."""
 
-    def __init__(self, *, world: World, cost: StepCost, num_blocks: int) -> None:
+    def __init__(self, *, world: World, cost: Callable[[], StepCost], num_blocks: int) -> None:
+        """cost: of the step that begins now."""
         self._world = world
         self._cost = cost
         self._num_blocks = num_blocks
@@ -57,7 +60,7 @@ class CostExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Lets the step's time pass."""
-        self._step_end_s = self._world.now_s + self._cost.seconds(shape_of(plan))
+        self._step_end_s = self._world.now_s + self._cost().seconds(shape_of(plan))
         return StepResult(slices=[_COMPUTED if piece.sample is None else _SAMPLED for piece in plan.slices])
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ but at most every `stats_period_s`, and then the newest; and once a second durin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -66,6 +66,7 @@ class GroupKind:
     """What all groups have in common."""
 
     cost: StepCost
+    crowded_cost: StepCost | None  # of a step that begins while another group computes; None: as alone
     cache: CacheConfig
     schedule: ScheduleConfig
     can_leap: bool = True  # False: every step by itself, which takes longer and comes to the same
@@ -80,10 +81,12 @@ class SimGroup:
         world: World,
         info: GroupInfo,
         kind: GroupKind,
+        neighbours: Collection[SimGroup],
         listener: OutputListener,
         peers: KVPeers | None,
         on_offer: OfferListener | None,
     ) -> None:
+        """neighbours: all groups, this one among them, and some that come later."""
         self.info = info
         self.load = LoadTracker(
             info.group_id,
@@ -99,9 +102,10 @@ class SimGroup:
         self.leases: set[LeaseId] = set()  # that other groups have here, and renew
         self._world = world
         self._kind = kind
+        self._neighbours = neighbours
         self._listener = listener
         self._on_offer = on_offer
-        self._executor = CostExecutor(world=world, cost=kind.cost, num_blocks=info.num_blocks)
+        self._executor = CostExecutor(world=world, cost=self._cost, num_blocks=info.num_blocks)
         self._offers: list[tuple[LeaseId, tuple[BlockOffer, ...], bool]] = []  # of the step that runs
         self.engine = Engine(
             limits=EngineLimits(
@@ -199,6 +203,12 @@ class SimGroup:
             self._emit([])
             return
         self._start(self._executor.settle(), chunks)
+
+    def _cost(self) -> StepCost:
+        crowded = self._kind.crowded_cost
+        if crowded is None or not any(group._is_stepping for group in self._neighbours if group is not self):
+            return self._kind.cost
+        return crowded
 
     def _start(self, end_s: float, chunks: list[TokenChunk]) -> None:
         """A step, or a leap, runs until then."""

@@ -40,6 +40,9 @@ class SimConfig:
 
     groups: Mapping[Role, int]
     cost: StepCost
+    crowded_cost: StepCost | None = (
+        None  # while another group computes, where all share a machine; None: the same
+    )
     num_blocks: int  # KV blocks of a group
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -48,7 +51,7 @@ class SimConfig:
     network: Network | None = None  # None: groups do not read each other's blocks
     front_s: float = 0.0  # what every request takes besides its group: HTTP, tokenizer, router
     seed: int = 0
-    can_leap: bool = True  # False: one step at a time, slower and the same
+    can_leap: bool = True  # False, or crowded_cost: one step at a time, slower and the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,13 @@ def _router(world: World, config: SimConfig, policy: str) -> SimRouter:
 
 
 def _groups(world: World, config: SimConfig, router: SimRouter) -> list[SimGroup]:
-    kind = GroupKind(cost=config.cost, cache=config.cache, schedule=config.schedule, can_leap=config.can_leap)
+    kind = GroupKind(
+        cost=config.cost,
+        crowded_cost=config.crowded_cost,
+        cache=config.cache,
+        schedule=config.schedule,
+        can_leap=config.can_leap and config.crowded_cost is None,
+    )
     by_id: dict[GroupId, SimGroup] = {}
     exchange = Exchange(world, config.network, by_id.__getitem__) if config.network is not None else None
     for role, count in config.groups.items():
@@ -163,6 +172,7 @@ def _groups(world: World, config: SimConfig, router: SimRouter) -> list[SimGroup
                 world=world,
                 info=info,
                 kind=kind,
+                neighbours=by_id.values(),
                 listener=router,
                 peers=exchange.peers_of(info.group_id) if exchange is not None else None,
                 on_offer=exchange.offered if exchange is not None else None,

@@ -54,6 +54,17 @@ def essence(outcome: Outcome) -> list[object]:
 # ---- by hand
 
 
+def test_groups_of_one_machine_slow_each_other_down() -> None:
+    # The second prompt begins while the first is computed, the first's rows while the second is.
+    doubled = replace(PLAIN, overhead_s=0.002, token_s=0.002, row_s=0.001)
+    two = config({Role.UNIFIED: 2}, cost=PLAIN, crowded_cost=doubled)
+    outcome = simulate([request(number, 2.0, 20, 3) for number in range(2)], two, "round_robin")
+    assert times(outcome) == [
+        (pytest.approx(2.021), pytest.approx(2.031)),
+        (pytest.approx(2.042), pytest.approx(2.047)),
+    ]
+
+
 def test_one_request() -> None:
     # 20 prompt tokens: 1 ms + 20 ms; then two steps of one row: 1 + 1 + 0.5 ms.
     outcome = simulate([request(0, 2.0, 20, 3)], config(ONE, cost=PLAIN), "prefix")
