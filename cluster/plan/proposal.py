@@ -17,7 +17,7 @@ from cluster.figures.words import counted
 from cluster.plan.demand import Demand, Targets
 from cluster.plan.queueing import PrefillQueue
 
-_MOST_GROUPS = 10_000
+_MOST_GROUPS = 1024  # of a pool, as in deployment files
 _HEADROOM = 0.85  # of the batch that just meets the target, and of the pool: arrivals are random
 _MOST_BUSY = 0.9  # of the time in steps with prompts, in one pool
 _ROUNDS = 200
@@ -109,6 +109,10 @@ def propose_apart(demand: Demand, targets: Targets, group: GroupLimits) -> Propo
     most, context, cost = _largest_batch(demand, targets, group), demand.mean_context, group.cost
     tokens_per_s = demand.rate * demand.mean_output
     decode_groups = max(1, math.ceil(tokens_per_s * cost.decode_step_seconds(most, context) / most))
+    if decode_groups > _MOST_GROUPS:
+        raise NotReachable(
+            f"{decode_groups:,} decode groups would be needed, a pool has at most {_MOST_GROUPS:,}"
+        )
     batch = _settle(tokens_per_s / decode_groups, cost, context, most)
     step_s = cost.decode_step_seconds(batch, context)
     for groups in _counts(demand.rate * queue.mean_s):

@@ -102,6 +102,16 @@ def test_what_cannot_be_reached_says_why(propose) -> None:
         propose(demand(1.0), Targets(ttft_s=5, tpot_s=1), group(pool_tokens=100))
 
 
+def test_no_pool_is_larger_than_deployment_files_may_say() -> None:
+    plenty = Targets(ttft_s=1e6, tpot_s=1)
+    with pytest.raises(NotReachable, match="one pool of up to 1,024 groups misses a target"):
+        propose_unified(demand(2000.0), plenty, group(COST))
+    with pytest.raises(NotReachable, match="1,024 prefill groups do not reach TTFT"):
+        propose_apart(demand(2000.0), plenty, group(COST))
+    with pytest.raises(NotReachable, match="decode groups would be needed, a pool has at most 1,024"):
+        propose_apart(demand(1e6), plenty, group(max_running=1))
+
+
 def test_a_trace_is_planned_for_its_busiest_minute() -> None:
     times = [*range(0, 60, 10), *(60 + i for i in range(30)), 200]
     requests = [
