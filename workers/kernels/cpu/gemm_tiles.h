@@ -7,6 +7,7 @@
 #pragma once
 #include "amx.h"
 #include "gemm.h"
+#include "later.h"
 #ifdef HAS_TILES
 
 constexpr size_t BLOCK_ROWS = 16, BLOCK_INPUTS = 32, TILE_BYTES = 1024;
@@ -54,15 +55,29 @@ template <bool TWO, bool FETCH> inline void tile_step(Tiles& tiles, const char* 
   fetch_lines<FETCH, 24, 8>(b);
   if constexpr (TWO) tiles.multiply<3, 5, 7>();
 }
+// Weights to come, brought into the second-level cache: some with each step, as many at once would only queue up.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr;
+  size_t lines = 0;  // a step
+  void some() {
+    for (size_t n = lines; n && at < end; n--, at += 64) _mm_prefetch(at, _MM_HINT_T1);
+  }
+};
 // The rows from first0 on, and with TWO those from first1 on, of a times 32 columns; c rows are UNIT wide. tails: the last
 // inputs of every row, filled up to 32 with zeros, where k is no multiple of 32.
 template <bool TWO, bool FETCH>
-inline void tile_block(Tiles& tiles, const char* a, size_t a_row, size_t k, const char* tails, size_t first0, size_t first1, const char* b, float* c) {
+inline void tile_block(Tiles& tiles, const char* a, size_t a_row, size_t k, const char* tails, size_t first0, size_t first1, const char* b, float* c, Later& later, Ahead& ahead) {
   const char *a0 = a + first0 * a_row, *a1 = a + first1 * a_row;
+  const size_t each = later.each(k / BLOCK_INPUTS);
   tiles.zero<0>(), tiles.zero<1>();
   if constexpr (TWO) tiles.zero<2>(), tiles.zero<3>();
-  for (; k >= BLOCK_INPUTS; k -= BLOCK_INPUTS, a0 += 64, a1 += 64, b += 2 * TILE_BYTES) tile_step<TWO, FETCH>(tiles, a0, a1, a_row, b);
+  for (; k >= BLOCK_INPUTS; k -= BLOCK_INPUTS, a0 += 64, a1 += 64, b += 2 * TILE_BYTES) {
+    tile_step<TWO, FETCH>(tiles, a0, a1, a_row, b);
+    later.some(each);
+    ahead.some();
+  }
   if (k) tile_step<TWO, FETCH>(tiles, tails + first0 * 64, tails + first1 * 64, 64, b);
+  later.all();
   tiles.store<0>(c + first0 * UNIT, UNIT * 4);
   tiles.store<1>(c + first0 * UNIT + 16, UNIT * 4);
   if constexpr (TWO) {
@@ -70,17 +85,13 @@ inline void tile_block(Tiles& tiles, const char* a, size_t a_row, size_t k, cons
     tiles.store<3>(c + first1 * UNIT + 16, UNIT * 4);
   }
 }
-// The last sums of a list (rows, UNIT), 32 columns of them, join those before.
-inline void join_tiles(float* sums, size_t rows, long joins) {
-  for (const size_t level = rows * UNIT; joins > 0; joins--, sums -= level)
-    for (size_t r = 0; r < rows; r++)
-      for (size_t i = 0; i < 32; i++) sums[r * UNIT + i - level] += sums[r * UNIT + i];
-}
 // Rows of a times unit u, as unit_sums of gemm.h; at most CHUNK_ROWS rows. More than 16 go in blocks of 16, the last of which
-// may start inside the one before and makes the same sums again.
-inline void tiled_unit_sums(const char* packed, const Units& units, size_t u, const SumOrder& order, const char* a, size_t a_row, size_t rows, float* sums) {
+// may start inside the one before and makes the same sums again. finish(rows, first row, first column in the unit) says what
+// becomes of sums that have all their inputs; rows are joined, and so finished, later.
+template <class Finish>
+inline void tiled_unit_sums(const char* packed, const Units& units, size_t u, const SumOrder& order, const char* a, size_t a_row, size_t rows, float* sums, Later& later, Finish finish, Ahead ahead = {}) {
   alignas(64) char tails[CHUNK_ROWS * 64];
-  const size_t block_rows = std::min(rows, BLOCK_ROWS), blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, tail = units.k % BLOCK_INPUTS;
+  const size_t block_rows = std::min(rows, BLOCK_ROWS), blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, tail = units.k % BLOCK_INPUTS, level = rows * UNIT;
   for (size_t r = 0; tail && r < rows; r++) {
     memset(tails + r * 64, 0, 64);
     memcpy(tails + r * 64, a + r * a_row + (units.k - tail) * 2, tail * 2);
@@ -91,17 +102,24 @@ inline void tiled_unit_sums(const char* packed, const Units& units, size_t u, co
   Tiles tiles(shapes);
   const auto first = [&](size_t block) { return std::min(block * BLOCK_ROWS, rows - block_rows); };
   const char* b = packed + tiled_offset(units, u);
-  for (int half = 0; half < units.vecs(u) / 2; half++, sums += 32) {
-    float* to = sums;
+  const size_t steps = size_t(units.vecs(u)) / 2 * ((blocks + 1) / 2) * (units.k / BLOCK_INPUTS) + 1;
+  ahead.lines = size_t(ahead.end - ahead.at) / 64 / steps + 1;
+  for (size_t column = 0; column < size_t(units.vecs(u)) * 16; column += TILED_COLUMNS) {
+    float* to = sums + column;
     const char* x = a;
-    for (long l = 0; l < order.count; to += long(rows * UNIT) * (1 - order.leaves[l++].joins)) {
+    for (long l = 0; l < order.count; to += long(level) * (1 - order.leaves[l++].joins)) {
       const size_t k = size_t(order.leaves[l].inputs);
       for (size_t i = 0; i < blocks; i += 2) {
         const bool two = i + 1 < blocks;
         const auto run = i == 0 ? (two ? tile_block<true, true> : tile_block<false, true>) : two ? tile_block<true, false> : tile_block<false, false>;
-        run(tiles, x, a_row, k, tails, first(i), two ? first(i + 1) : 0, b, to);
+        run(tiles, x, a_row, k, tails, first(i), two ? first(i + 1) : 0, b, to, later, ahead);
+        const size_t row0 = i * BLOCK_ROWS;  // rows before it have been made and may have been joined
+        SumRows made;
+        made.sums = to + row0 * UNIT, made.count = std::min(rows - row0, 2 * BLOCK_ROWS), made.joins = order.leaves[l].joins, made.level = level;
+        if (made.joins) made.finish = join_row;
+        if (l + 1 == order.count) finish(made, row0, column);
+        if (made.finish) later.add(made);
       }
-      join_tiles(to, rows, order.leaves[l].joins);
       x += k * 2, b += tiled_inputs(k) * 64;
     }
   }

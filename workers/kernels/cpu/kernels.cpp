@@ -36,14 +36,19 @@ template <class F> void for_rows(long rows, long elements_per_row, int threads, 
   }
 }
 // Tasks of different cost: each thread makes its scratch once and takes the next task when free.
-template <class Make, class F> void for_tasks(long tasks, int threads, Make make, F body) {
+// finish: what a thread does with its scratch in the end.
+template <class Make, class F, class Finish> void for_tasks(long tasks, int threads, Make make, F body, Finish finish) {
   std::atomic<long> next{0};
 #pragma omp parallel num_threads(int(std::clamp<long>(tasks, 1, threads)))
   {
     ComputeRegion region;
     auto scratch = make();
     for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(i, scratch);
+    finish(scratch);
   }
+}
+template <class Make, class F> void for_tasks(long tasks, int threads, Make make, F body) {
+  for_tasks(tasks, threads, make, body, [](auto&) {});
 }
 template <class T> T* row_scratch(long n) {
   static thread_local std::vector<T> space;
@@ -206,7 +211,7 @@ void tandem_linear(const PackedWeights* weights, const void* x, long x_stride, l
   for_tasks(linear_tasks(*weights, rows), threads, [] { return LinearScratch(); }, [&](long i, LinearScratch& scratch) {
     if (out_float) linear_task(*weights, input, rows, i, scratch, (float*)out, weights->columns);
     else linear_task(*weights, input, rows, i, scratch, (bf16*)out, weights->columns);
-  });
+  }, [](LinearScratch& scratch) { scratch.finish(); });
 }
 #ifdef HAS_QUANTIZED
 // Bytes of a packed matrix of n outputs in a quantized format.

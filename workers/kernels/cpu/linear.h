@@ -31,8 +31,17 @@ struct PackedWeights {
 // Room for the sums of one task.
 class LinearScratch {
  public:
+#ifdef HAS_TILES
+  Later later;  // results that the thread has not written yet: whoever has done its tasks calls finish()
+#endif
+  void finish() {
+#ifdef HAS_TILES
+    later.all();
+#endif
+  }
+  // The last CHUNK_ROWS * UNIT are for the sums of another unit.
   float* of(const PackedWeights& w) {
-    const size_t wanted = size_t(w.order.levels()) * CHUNK_ROWS * UNIT;
+    const size_t wanted = size_t(w.order.levels() + 1) * CHUNK_ROWS * UNIT;
     if (size < wanted) space.reset(new float[(size = wanted) + 16]);
     return (float*)((uintptr_t(space.get()) + 63) / 64 * 64);
   }
@@ -124,9 +133,6 @@ inline void pack_plain(long format, const char* weight, const Units& units, size
   pack_unit(weight, units, u, packed);
 }
 inline void plain_sums(const PackedWeights& w, const Units& units, size_t u, const char* a, size_t a_row, size_t rows, bool fetch, float* sums) {
-#ifdef HAS_TILES
-  if (w.format == BF16_TILES) return tiled_unit_sums(w.data, units, u, w.order, a, a_row, rows, sums);
-#endif
   if (w.format == FLOATS) unit_sums<Floats>(w.data, units, u, w.order, a, a_row, rows, fetch, sums);
   else unit_sums<Pairs>(w.data, units, u, w.order, a, a_row, rows, fetch, sums);
 }
@@ -138,16 +144,34 @@ inline long linear_tasks(const PackedWeights& w, long rows) {
 // The rows and the unit of a task.
 struct TaskPart {
   long row0;
-  size_t count, unit;
+  size_t count, unit, chunk, chunks;  // chunk: which part of the rows
   bool fetch;  // what follows in the stream comes next
   TaskPart(long rows, long task) {
-    const long chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
-    row0 = task % chunks * CHUNK_ROWS, count = size_t(std::min<long>(CHUNK_ROWS, rows - row0));
-    unit = size_t(task / chunks), fetch = task % chunks == chunks - 1;
+    chunks = size_t(rows + CHUNK_ROWS - 1) / CHUNK_ROWS, chunk = size_t(task) % chunks, unit = size_t(task) / chunks;
+    row0 = long(chunk) * CHUNK_ROWS, count = size_t(std::min<long>(CHUNK_ROWS, rows - row0));
+    fetch = chunk == chunks - 1;
   }
 };
+#ifdef HAS_TILES
+template <class Finish>
+void tiled_sums(const PackedWeights& w, const Units& units, size_t u, const LinearRows& x, const TaskPart& part, float* sums, Later& later, Finish finish) {
+  Ahead ahead;
+  if (part.chunks > 1) {  // each task of this unit brings in its part of the next one
+    const size_t bytes = size_t(units.vecs(u)) * 16 * tiled_inputs(units.k) * 2, each = bytes / part.chunks;
+    ahead.at = w.data + tiled_offset(units, u) + bytes + each * part.chunk, ahead.end = ahead.at + each;
+  }
+  tiled_unit_sums(w.data, units, u, w.order, x.first + size_t(part.row0) * x.stride, x.stride, part.count, sums, later, finish, ahead);
+}
+#endif
 inline void sums_of(const PackedWeights& w, const Units& units, size_t u, const LinearRows& x, const TaskPart& part, float* sums) {
   const char* first = x.first + size_t(part.row0) * x.stride;
+#ifdef HAS_TILES
+  if (w.format == BF16_TILES) {
+    Later later;
+    tiled_sums(w, units, u, x, part, sums, later, [](SumRows&, size_t, size_t) {});
+    return later.all();
+  }
+#endif
   if (is_quantized(w)) quantized_sums(w, units, u, first, part.count, part.fetch, sums);
   else plain_sums(w, units, u, first, x.stride, part.count, part.fetch, sums);
 }
@@ -159,11 +183,37 @@ void linear_task(const PackedWeights& w, const LinearRows& x, long rows, long ta
   const TaskPart part(rows, task);
   const size_t u = part.unit;
   float* sums = scratch.of(w);
+#ifdef HAS_TILES
+  if (w.format == BF16_TILES && w.order.nodes() == 1) {
+    const size_t out_row = size_t(width) * sizeof(Out);
+    return tiled_sums(w, units, u, x, part, sums, scratch.later, [&](SumRows& made, size_t row, size_t column) {
+      made.see_columns(units, column += units.first(u), w.bias);
+      made.finish = finish_joined<Out>;
+      made.out = (char*)(out + column) + (size_t(part.row0) + row) * out_row, made.out_row = out_row;
+    });
+  }
+#endif
   sums_of(w, units, u, x, part, sums);
   for (size_t node = 0, nodes = size_t(w.order.nodes()); node < nodes; node++, out += rows * width)
     for (size_t r = 0; r < part.count; r++, sums += UNIT)
       finish_row(sums, units.first(u), units.vecs(u), units.columns, w.bias, out + (size_t(part.row0) + r) * size_t(width));
 }
+
+#ifdef HAS_TILES
+// silu(gate) * up, both rounded as if they had been stored.
+inline void finish_gated(const SumRows& rows, size_t row) {
+  float* to;
+  const auto rounded = [](SumRows::Pair x) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(x.high, x.low);
+    const auto widened = [](__m256i half) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16); };
+    return SumRows::Pair{widened(_mm512_castsi512_si256(both)), widened(_mm512_extracti64x4_epi64(both, 1))};
+  };
+  const float* from = rows.gate + row * UNIT;
+  const SumRows::Pair gate = rounded(rows.with_bias({_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)}, rows.gate_bias));
+  const SumRows::Pair up = rounded(rows.with_bias(rows.joined(row, to), rows.bias));
+  store_row(rows, {silu_mul(gate.low, up.low), silu_mul(gate.high, up.high)}, row, (const bf16*)nullptr);
+}
+#endif
 
 // Whether columns [gate | up] can be made a unit of each at a time.
 inline bool gates_in_place(const PackedWeights& w) { return w.columns % (2 * UNIT) == 0 && w.order.nodes() == 1; }
@@ -173,8 +223,21 @@ inline void gated_task(const PackedWeights& w, const LinearRows& x, long rows, l
   const Units units = units_of(w);
   const TaskPart part(rows, task);
   const size_t inner = units.columns / 2;
-  bf16* wide = scratch.wide();
   float* sums = scratch.of(w);
+#ifdef HAS_TILES
+  if (w.format == BF16_TILES) {
+    float* gate = sums + size_t(w.order.levels()) * CHUNK_ROWS * UNIT;
+    const size_t up = part.unit + units.count() / 2;
+    tiled_sums(w, units, part.unit, x, part, gate, scratch.later, [](SumRows&, size_t, size_t) {});
+    return tiled_sums(w, units, up, x, part, sums, scratch.later, [&](SumRows& made, size_t row, size_t column) {
+      made.see_columns(units, units.first(up) + column, w.bias);
+      made.finish = finish_gated, made.gate = gate + row * UNIT + column;
+      if (w.bias) made.gate_bias = made.bias - inner;
+      made.out = (char*)(out + (size_t(part.row0) + row) * inner + units.first(part.unit) + column), made.out_row = inner * sizeof(bf16);
+    });
+  }
+#endif
+  bf16* wide = scratch.wide();
   for (int half = 0; half < 2; half++) {
     const size_t u = part.unit + half * units.count() / 2;
     sums_of(w, units, u, x, part, sums);

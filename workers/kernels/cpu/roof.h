@@ -40,8 +40,9 @@ inline double multiply_tiles(long rounds, int threads) {
     std::vector<char> a(ROWS * INPUTS * 2), b(tiled_bytes(units));
     std::vector<float> c(ROWS * UNIT);
     const Leaf leaf{INPUTS, 0};
+    Later later;
     ComputeRegion region;
-    for (long i = 0; i < rounds; i++) tiled_unit_sums(b.data(), units, 0, {&leaf, 1}, a.data(), INPUTS * 2, ROWS, c.data());
+    for (long i = 0; i < rounds; i++) tiled_unit_sums(b.data(), units, 0, {&leaf, 1}, a.data(), INPUTS * 2, ROWS, c.data(), later, [](SumRows&, size_t, size_t) {});
   }
   return double(rounds) * threads * 2 * ROWS * UNIT * INPUTS;
 }

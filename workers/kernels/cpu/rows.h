@@ -84,15 +84,17 @@ template <class T> inline void silu_mul_row(const T* gate, const T* up, T* out, 
   for (size_t i = 0; i < n; i++) put(out[i], widen(gate[i]) * sigmoid(widen(gate[i])) * widen(up[i]));
 }
 #ifdef __AVX512BF16__
+inline __m512 silu_mul(__m512 gate, __m512 up) {
+  const __m512 one = _mm512_set1_ps(1.f), power = exp2_short(_mm512_mul_ps(gate, _mm512_set1_ps(-1.44269504f)));
+  return _mm512_mul_ps(_mm512_mul_ps(gate, _mm512_div_ps(one, _mm512_add_ps(one, power))), up);
+}
 inline void silu_mul_row(const bf16* gate, const bf16* up, bf16* out, size_t n) {
-  const __m512 one = _mm512_set1_ps(1.f), unit = _mm512_set1_ps(-1.44269504f);
   for (size_t i = 0; i < n; i += 16) {
     const __mmask16 mask = n - i >= 16 ? 0xffff : __mmask16((1u << (n - i)) - 1);
     const auto floats_at = [&](const bf16* from) {
       return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + i)), 16);
     };
-    const __m512 g = floats_at(gate), sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp2_short(_mm512_mul_ps(g, unit))));
-    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_mul_ps(g, sigmoid), floats_at(up))));
+    _mm256_mask_storeu_epi16(out + i, mask, (__m256i)_mm512_cvtneps_pbh(silu_mul(floats_at(gate), floats_at(up))));
   }
 }
 #endif

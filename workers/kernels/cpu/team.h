@@ -51,6 +51,7 @@ class TeamThread {
       const long owner = (thread + t) % team, first = count * owner / team, end = count * (owner + 1) / team;
       for (long i; (i = first + taken[owner].fetch_add(1, std::memory_order_relaxed)) < end;) body(i, mine.sums);
     }
+    mine.sums.finish();
     wait();
   }
   // out (rows, width), of which this fills the first columns, = x (rows, w.k) * w.
