@@ -30,7 +30,8 @@ void find_keys(const A& a, const AttentionTask& task, long base, long end, KeyGr
     const long run = is_row ? 1 : path ? std::min(a.cache.block_size - offset, start - place) : a.cache.block_size - offset;
     const long page = a.cache.page(table[place / a.cache.block_size], task.head);
     const int first = j, stop = int(std::min<long>(found.count, j + run));
-    for (long at = page + offset * a.d; j < stop; j++, at += a.d) found.k[j] = a.cache.k + at, found.v[j] = a.cache.v + at;
+    const auto *k = a.cache.k + page + offset * a.d, *v = a.cache.v + page + offset * a.d;
+    for (const long d = a.d; j < stop; j++, k += d, v += d) found.k[j] = k, found.v[j] = v;
     if constexpr (std::is_same_v<typename A::Stored, int8_t>)
       found.runs[found.num_runs++] = {first, stop - first, scales_of(a.cache.k + page, a.cache.block_size, a.d) + offset,
                                       scales_of(a.cache.v + page, a.cache.block_size, a.d) + offset};
@@ -108,8 +109,8 @@ void attend_with(const Attention<T, S>& a, const AttentionTask& task, const Atte
   }
 }
 #ifdef HAS_TILES
-// As attend_with, in tiles of 16 rows. A tree's tokens leave their tiles where they no longer see the same keys.
-inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
+// As attend_with, in tiles of 16 rows. D as in attention_tiles.h. A tree's tokens leave their tiles where they no longer see the same keys.
+template <long D> void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
   const TaskSpan span(a, task);
   const long group = a.group(), rows = span.tokens * group, tiles = (rows + ROWS - 1) / ROWS, token0 = a.query_starts[task.sequence] + task.first;
   std::vector<std::vector<int32_t>> paths;  // of a tree's tokens
@@ -117,14 +118,14 @@ inline void attend_tiles(const Attention<bf16>& a, const AttentionTask& task, co
   const auto query = [&](long r) { return a.q + (token0 + r / group) * a.q_stride + (task.head * group + r % group) * a.d; };
   const auto output = [&](long r) { return a.out + ((token0 + r / group) * a.heads + task.head * group + r % group) * a.d; };
   const auto position = [&](long r) { return span.start + (span.is_tree ? long(paths[size_t(r / group)].size()) - 1 : r / group); };
-  const TileRoom room(s, a.d, tiles + span.is_tree);
+  const TileRoom<D> room(s, a.d, tiles + span.is_tree);
   const bool few = tiles == 1 && !span.is_tree, fewest = few && rows <= 4;
-  TiledTask work(a, room, fewest ? 4 : ROWS);
+  TiledTask<D> work(a, room, fewest ? 4 : ROWS);
   for (long t = 0; t < tiles; t++)
     work.begin(t, std::min<long>(ROWS, rows - t * ROWS), [&](long l) { return query(t * ROWS + l); }, [&](long l) { return position(t * ROWS + l); });
   each_key_group(a, task, next, span, [&](const KeyGroup<bf16>& now, const KeyGroup<bf16>& then, long base) {
-    if (fewest) work.fold_few<4>(rows, now, then, base);
-    else if (few) work.fold_few<ROWS>(rows, now, then, base);
+    if (fewest) work.template fold_few<4>(rows, now, then, base);
+    else if (few) work.template fold_few<ROWS>(rows, now, then, base);
     else work.fold(0, tiles, now, then, base, true);
   });
   KeyGroup<bf16> now, none;
@@ -152,7 +153,7 @@ inline void attend(const Attention<float>& a, const AttentionTask& task, const A
 }
 inline void attend(const Attention<bf16>& a, const AttentionTask& task, const AttentionTask* next, AttentionScratch& s) {
 #ifdef HAS_TILES
-  if (a.in_tiles()) return attend_tiles(a, task, next, s);
+  if (a.in_tiles()) return a.d == 64 ? attend_tiles<64>(a, task, next, s) : attend_tiles<0>(a, task, next, s);
 #endif
 #ifdef __AVX512BF16__
   const long rows = TaskSpan(a, task).tokens * a.group();

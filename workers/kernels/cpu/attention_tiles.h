@@ -12,75 +12,26 @@
 #pragma once
 #include "attention_bf16.h"
 #ifdef HAS_TILES
-#include <utility>
-
+#include "attention_room.h"
 #include "exponents.h"
-#include "gemm_tiles.h"
 
-constexpr int ROWS = 16, KEY_TILES = KEYS / 16, VALUE_BLOCKS = KEYS / 32;
-
-// Where everything of a task lies; grown by the thread that owns it.
-struct TileRoom {
-  const long d, wide, blocks;  // blocks: of 32 inputs
-  const long value_tiles;      // and one of ones
-  char *queries, *values, *keys, *weights[2], *ones, *all_ones;
-  float *out, *scores[2], *offsets;
-  int32_t* positions;
-
-  TileRoom(AttentionScratch& s, long d, long tiles) : d(d), wide((d + 31) / 32 * 32), blocks((d + 31) / 32), value_tiles(wide / 16) {
-    const size_t bytes = size_t(tiles) * (query_bytes() + out_floats() * 4 + 128) + size_t(value_tiles * VALUE_BLOCKS + 2 * KEY_TILES + 4) * TILE_BYTES +
-                         size_t(KEYS) * key_stride() + 3 * TILE_BYTES;
-    char* at = s.tile_space(bytes);
-    auto take = [&](size_t n) { return std::exchange(at, at + n); };
-    for (int i = 0; i < 2; i++) scores[i] = (float*)take(KEY_TILES * TILE_BYTES), weights[i] = take(VALUE_BLOCKS * TILE_BYTES);
-    ones = take(TILE_BYTES), all_ones = take(TILE_BYTES);
-    values = take(size_t(value_tiles * VALUE_BLOCKS) * TILE_BYTES);
-    keys = take(size_t(KEYS) * key_stride());
-    queries = take(size_t(tiles) * query_bytes());
-    out = (float*)take(size_t(tiles) * out_floats() * 4);
-    offsets = (float*)take(size_t(tiles) * 64);
-    positions = (int32_t*)take(size_t(tiles) * 64);
-    for (int i = 0; i < 512; i++) ((bf16*)all_ones)[i] = 0x3f80, ((bf16*)ones)[i] = i < 32 ? 0x3f80 : 0;
-  }
-  size_t key_stride() const { return size_t(blocks) * 64; }
-  size_t query_bytes() const { return size_t(blocks) * TILE_BYTES; }
-  size_t out_floats() const { return size_t(value_tiles + 1) * 256; }
-};
-
-// Which positions of a group of keys the lanes of a row tile see: [from, to) of each; none from `end` on.
-struct Sight {
-  __m512i from, to;
-  int end;
-  bool all;
-  Sight(const int32_t* positions, long base, long window) {
-    const __m512i position = _mm512_load_si512(positions), none = _mm512_setzero_si512(), keys = _mm512_set1_epi32(KEYS);
-    auto within = [&](__m512i x) { return _mm512_min_epi32(_mm512_max_epi32(x, none), keys); };
-    to = within(_mm512_sub_epi32(position, _mm512_set1_epi32(int(base) - 1)));
-    from = window ? within(_mm512_sub_epi32(position, _mm512_set1_epi32(int(base + window) - 1))) : none;
-    const __mmask16 some = _mm512_cmplt_epi32_mask(from, to);
-    end = some ? _mm512_reduce_max_epi32(to) : 0;
-    all = _mm512_reduce_min_epi32(to) == KEYS && _mm512_reduce_max_epi32(from) == 0;
-  }
-  int key_tiles() const { return (end + 15) / 16; }
-};
-
-class TiledTask {
+template <long D> class TiledTask {
  public:
   // lanes: of rows, 16, or 4 for fold_few<4>.
-  TiledTask(const Attention<bf16>& a, const TileRoom& room, int lanes)
+  TiledTask(const Attention<bf16>& a, const TileRoom<D>& room, int lanes)
       : lanes(lanes), a(a), room(room), unit(_mm512_set1_ps((a.cap > 0.f ? 1.f : a.scale) * 1.44269504f * Exponents::STEPS)), tiles(shapes(lanes)) {}
 
   // Row tile t: `rows` queries, at most 16, and the position that each has; nothing attended so far.
   template <class Query, class Position> void begin(long t, long rows, Query query, Position position) {
-    for (long i = 0; i < room.blocks; i++) {
+    for (long i = 0; i < room.blocks(); i++) {
       __m512i r[ROWS];
-      for (long l = 0; l < ROWS; l++) r[l] = l < rows ? PairProducts::pairs_at(query(l), i * 32, a.d) : _mm512_setzero_si512();
+      for (long l = 0; l < ROWS; l++) r[l] = l < rows ? PairProducts::pairs_at(query(l), i * 32, room.d()) : _mm512_setzero_si512();
       transpose_pairs(r);
       for (long l = 0; l < ROWS; l++) _mm512_store_si512(queries(t) + i * TILE_BYTES + l * 64, r[l]);
     }
     for (long l = 0; l < ROWS; l++) room.positions[t * ROWS + l] = int32_t(position(std::min(l % lanes, rows - 1)));
     _mm512_store_ps(room.offsets + t * ROWS, _mm512_set1_ps(NOTHING_SEEN));
-    memset(out(t), 0, room.out_floats() * 4);
+    memset(out(t), 0, size_t(lanes * few_stride()) * 4);  // all of it, with 16 lanes
   }
   // Folds a group of keys from position `base` on into the row tiles [first, last): while one has its softmax, the next has
   // its scores and the one before its output, as tiles and vectors can work at the same time.
@@ -121,14 +72,14 @@ class TiledTask {
       weigh_few<LANES>(block, std::min(sight.key_tiles() - 2 * block, 2));
       fetch(8);
     }
-    for (long first = 0; first <= room.value_tiles; first += 2) {
+    for (long first = 0; first <= room.value_tiles(); first += 2) {
       float* to = room.out + first * 16;
-      const bool two = first < room.value_tiles;
+      const bool two = first < room.value_tiles();
       tiles.load<3>(to, size_t(few_stride()) * 4);
       if (two) tiles.load<4>(to + 16, size_t(few_stride()) * 4);
       for (int block = 0; block < blocks; block++) {
         tiles.load<5>(room.weights[1] + block * TILE_BYTES, 64);
-        tiles.load<6>(two ? value_tile(first, block) : room.all_ones, 64);
+        tiles.load<6>(two ? value_tile(first, block) : (const char*)ONES.all, 64);
         tiles.multiply<3, 5, 6>();
         if (two) {
           tiles.load<7>(value_tile(first + 1, block), 64);
@@ -144,29 +95,29 @@ class TiledTask {
   template <class To> void finish_few(long rows, To to) const {
     for (long r = 0; r < rows; r++) {
       const float* from = room.out + r * few_stride();
-      const __m512 inverse = _mm512_set1_ps(1.f / from[room.wide]);
-      for (long i = 0; i < a.d; i += 32) {
+      const __m512 inverse = _mm512_set1_ps(1.f / from[room.wide()]);
+      for (long i = 0; i < room.d(); i += 32) {
         const __m512 low = _mm512_mul_ps(_mm512_load_ps(from + i), inverse), high = _mm512_mul_ps(_mm512_load_ps(from + i + 16), inverse);
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);  // fours of elements: the even ones, the odd ones
         const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
-        _mm512_mask_storeu_epi16(to(r) + i, __mmask32(a.d - i >= 32 ? ~0u : (1u << (a.d - i)) - 1), _mm512_permutexvar_epi64(order, both));
+        _mm512_mask_storeu_epi16(to(r) + i, __mmask32(room.d() - i >= 32 ? ~0u : (1u << (room.d() - i)) - 1), _mm512_permutexvar_epi64(order, both));
       }
     }
   }
   // Takes what a lane has so far to a lane of another row tile.
   void move(long t, long lane, long to_t, long to_lane) {
     room.offsets[to_t * ROWS + to_lane] = room.offsets[t * ROWS + lane];
-    for (long i = 0; i <= room.wide; i++) out(to_t)[i * ROWS + to_lane] = out(t)[i * ROWS + lane];
+    for (long i = 0; i <= room.wide(); i++) out(to_t)[i * ROWS + to_lane] = out(t)[i * ROWS + lane];
   }
   // Output rows to where `to` says.
   template <class To> void finish(long t, long rows, To to) const {
-    const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.f), _mm512_load_ps(out(t) + room.wide * ROWS));
-    for (long i = 0; i < a.d; i += 16) {
+    const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.f), _mm512_load_ps(out(t) + room.wide() * ROWS));
+    for (long i = 0; i < room.d(); i += 16) {
       __m512i r[ROWS];
       for (long k = 0; k < 16; k++) r[k] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(out(t) + (i + k) * ROWS), inverse));
       transpose_pairs(r);
       for (long l = 0; l < rows; l++)
-        _mm256_mask_storeu_epi16(to(l) + i, columns_mask(size_t(i), size_t(a.d)), (__m256i)_mm512_cvtneps_pbh(_mm512_castsi512_ps(r[l])));
+        _mm256_mask_storeu_epi16(to(l) + i, columns_mask(size_t(i), size_t(room.d())), (__m256i)_mm512_cvtneps_pbh(_mm512_castsi512_ps(r[l])));
     }
   }
 
@@ -174,7 +125,7 @@ class TiledTask {
   static constexpr float NOTHING_SEEN = 1e30f;
   const int lanes;
   const Attention<bf16>& a;
-  const TileRoom& room;
+  const TileRoom<D>& room;
   const __m512 unit;
   __m512 offset, rescale;
   const char* pieces[2 * KEY_TILES];
@@ -201,28 +152,28 @@ class TiledTask {
   }
   // Some more eighths of these pieces, in the order of addresses; many at once would only queue up.
   void fetch(int count) {
-    const long bytes = a.d * 4;
+    const long bytes = room.d() * 4;
     for (const int end = std::min(fetched + count, num_fetches); fetched < end; fetched++) {
       const char* from = pieces[fetched / 8] + fetched % 8 * bytes;
       for (long i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
     }
   }
   void find_key_tiles(const KeyGroup<bf16>& now, bool in_pages) {
-    if (in_pages && a.d % 32 == 0 && a.cache.block_size % 16 == 0) {
-      key_stride = size_t(a.d) * 2;
+    if (in_pages && room.d() % 32 == 0 && a.cache.block_size % 16 == 0) {
+      key_stride = size_t(room.d()) * 2;
       for (int i = 0; i * 16 < now.count; i++) key_tiles[i] = (const char*)now.k[i * 16];
       return;
     }
     key_stride = room.key_stride();
     for (int j = 0; j < now.count; j++)
-      for (long i = 0; i < room.blocks; i++) _mm512_store_si512(room.keys + j * key_stride + i * 64, PairProducts::pairs_at(now.k[j], i * 32, a.d));
+      for (long i = 0; i < room.blocks(); i++) _mm512_store_si512(room.keys + j * key_stride + i * 64, PairProducts::pairs_at(now.k[j], i * 32, room.d()));
     for (int i = 0; i < KEY_TILES; i++) key_tiles[i] = room.keys + i * 16 * key_stride;
   }
-  long few_stride() const { return room.wide + 16; }
+  long few_stride() const { return room.wide() + 16; }
   // Pairs of the values of two keys, 16 elements of 32 keys a tile, zero from the group's end on. Of 32 elements one tile
   // has the first four of every eight, the next one the others: that is one instruction where their order takes three.
   void load_pairs(const KeyGroup<bf16>& now) {
-    const long d = a.d, wide = room.wide;
+    const long d = room.d(), wide = room.wide();
     char* const values = room.values;
     for (int j = 0; j < (now.count + 31) / 32 * 32; j += 2) {
       const bf16 *even = now.v[j], *odd = now.v[j + 1];
@@ -240,7 +191,7 @@ class TiledTask {
   // Tiles of 16 elements of 32 keys, zero from the group's end on.
   void load_values(const KeyGroup<bf16>& now) {
     for (int block = 0; block * 32 < now.count; block++)
-      for (long i = 0; i < room.wide; i += 32) load_half<false>(now, block, i), load_half<true>(now, block, i);
+      for (long i = 0; i < room.wide(); i += 32) load_half<false>(now, block, i), load_half<true>(now, block, i);
   }
   // Elements i + 8n + 4 HIGH .. + 3 of 32 keys, n < 4.
   template <bool HIGH> void load_half(const KeyGroup<bf16>& now, int block, long i) {
@@ -250,19 +201,20 @@ class TiledTask {
       r[p] = HIGH ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
     }
     transpose_pairs(r);
-    for (int n = 0; n < 16 && i + n / 4 * 8 < room.wide; n++)
+    for (int n = 0; n < 16 && i + n / 4 * 8 < room.wide(); n++)
       _mm512_store_si512(value_tile((i + n / 4 * 8) / 16, block) + (n / 4 * 8 + n % 4 + HIGH * 4) % 16 * 64, r[n]);
   }
   __m512i values_at(const KeyGroup<bf16>& now, int j, long i) const {
-    return j < now.count ? PairProducts::pairs_at(now.v[j], i, a.d) : _mm512_setzero_si512();
+    return j < now.count ? PairProducts::pairs_at(now.v[j], i, room.d()) : _mm512_setzero_si512();
   }
-  char* value_tile(long tile, int block) const {
-    return tile < room.value_tiles ? room.values + (tile * VALUE_BLOCKS + block) * TILE_BYTES : room.ones;
+  char* value_tile(long tile, int block) const { return room.values + (tile * VALUE_BLOCKS + block) * TILE_BYTES; }
+  const char* value_or_ones(long tile, int block) const {
+    return tile < room.value_tiles() ? value_tile(tile, block) : (const char*)ONES.below;
   }
 
   void score(long t, int count) {
     tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
-    for (long b = 0; b < room.blocks; b++) {
+    for (long b = 0; b < room.blocks(); b++) {
       tiles.load<7>(queries(t) + b * TILE_BYTES, 64);
       each_tile(count, [&](auto c) {
         tiles.load<5 + c() % 2>(key_tiles[c()] + b * 64, key_stride);
@@ -306,7 +258,7 @@ class TiledTask {
     return true;
   }
   void rescale_lanes(long t) {
-    for (float *o = out(t), *end = o + (room.wide + 1) * ROWS; o < end; o += ROWS) _mm512_store_ps(o, _mm512_mul_ps(_mm512_load_ps(o), rescale));
+    for (float *o = out(t), *end = o + (room.wide() + 1) * ROWS; o < end; o += ROWS) _mm512_store_ps(o, _mm512_mul_ps(_mm512_load_ps(o), rescale));
   }
   void weigh(long t, int i, bool seen) {
     const float* scores = room.scores[t & 1] + i * 256;
@@ -326,7 +278,7 @@ class TiledTask {
     for (int first = 0; first < count; first += 2) {
       const bool two = first + 1 < count;
       tiles.zero<0>(), tiles.zero<1>();
-      for (long b = 0; b < room.blocks; b++) {
+      for (long b = 0; b < room.blocks(); b++) {
         tiles.load<2>(queries(0) + b * TILE_BYTES, 64);
         tiles.load<6>(key_tiles[first] + b * 64, key_stride);
         tiles.multiply<0, 6, 2>();
@@ -367,7 +319,7 @@ class TiledTask {
   // Half of the second product of a row tile, over `blocks` blocks of 32 keys. The tiles of output are taken in parts of at
   // most five, each in two moves.
   void add_values(long t, int half, int blocks) {
-    const long count = room.value_tiles + 1, parts = (count + 4) / 5;
+    const long count = room.value_tiles() + 1, parts = (count + 4) / 5;
     for (long move = half * parts; move < (half + 1) * parts; move++) {
       const long first = move / 2 * 5;
       const int n = int(std::min(5L, count - first)), block = int(move % 2);
@@ -376,7 +328,7 @@ class TiledTask {
       if (block < blocks) {
         tiles.load<7>(room.weights[t & 1] + block * TILE_BYTES, 64);
         each_tile(n, [&](auto c) {
-          tiles.load<5 + c() % 2>(value_tile(first + c(), block), 64);
+          tiles.load<5 + c() % 2>(value_or_ones(first + c(), block), 64);
           tiles.multiply<c(), 5 + c() % 2, 7>();
         });
       }
