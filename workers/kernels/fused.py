@@ -125,6 +125,7 @@ class StepInput(ctypes.Structure):
         ("draws", c_void_p),
         ("ids", c_void_p),
         ("hidden", c_void_p),
+        ("ids_only", c_long),
     ]
 
 
@@ -172,7 +173,13 @@ class NativeStep:
         weakref.finalize(self, library.free_step_scratch, self._scratch).atexit = False
 
     def __call__(
-        self, message: StepMessage, turn: Turn | None, kv: PagedCache, draws: Sequence[Draw] = ()
+        self,
+        message: StepMessage,
+        turn: Turn | None,
+        kv: PagedCache,
+        draws: Sequence[Draw] = (),
+        *,
+        ids_only: bool = False,
     ) -> Drawn:
         header = header_of(message)
         num_logits = header.num_logit_rows
@@ -186,7 +193,7 @@ class NativeStep:
         if draws != self._draws:  # greedy ones are what they were
             self._bind_draws(draws)
         inputs = self._inputs
-        inputs.logits, inputs.hidden = logits.address, hidden.address
+        inputs.logits, inputs.hidden, inputs.ids_only = logits.address, hidden.address, ids_only
         is_done = self._library.step(
             *self._addresses, message, len(message) // 4, self._scratch, torch.get_num_threads()
         )

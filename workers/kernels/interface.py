@@ -84,7 +84,7 @@ class StepModel:
 class Drawn(NamedTuple):
     """What a step leaves."""
 
-    logits: torch.Tensor  # (R, vocabulary) float32, valid until the next step
+    logits: torch.Tensor  # (R, vocabulary) float32, valid until the next step; unless `ids_only` was said
     ids: list[int]  # one a row, or none when no draws were asked for
     hidden: torch.Tensor | None = None  # (R, hidden): what the head was given; valid as long
 
@@ -112,14 +112,21 @@ class FusedStep(Protocol):
     """Runs a whole step in one call."""
 
     def __call__(
-        self, message: StepMessage, turn: Turn | None, kv: PagedCache, draws: Sequence[Draw] = ()
+        self,
+        message: StepMessage,
+        turn: Turn | None,
+        kv: PagedCache,
+        draws: Sequence[Draw] = (),
+        *,
+        ids_only: bool = False,
     ) -> Drawn:
         """turn: by position, at least up to the longest context, None: nothing turns; kv: the pool.
 
         draws: one a logit row, or none; as `Kernels.draw` with `only_finite`. Several ranks have their parts
         of heads and vocabulary; raises CollectiveFailed when one does not come. They have no draws but on
         rank 0, and there only where the step `shares_logits`. Raises ValueError for a
-        message that is damaged or has an index outside of pool, vocabulary or `turn`.
+        message that is damaged or has an index outside of pool, vocabulary or `turn`. ids_only: nobody looks
+        at the logits, which then may have any values.
         """
         ...
 

@@ -105,25 +105,33 @@ class Decoder:
         kv: PagedCache,
         draws: Sequence[Draw] = (),
         drawn: torch.Tensor | None = None,
+        *,
+        ids_only: bool = False,
     ) -> Drawn | None:
         """Computes the rows of a step, writes their keys and values; on rank 0 returns logits and drawn ids.
 
         kv: the pool of this rank. draws: one a logit row, or none; as `Kernels.draw` with `only_finite`;
         other ranks have none. drawn (R,) int64 on the model's device: ids of the step before, for its
-        placeholders; None: there are none. Raises ValueError for a message that is damaged or has an index
+        placeholders; None: there are none. ids_only: nobody looks at the logits, which then may have any
+        values. Raises ValueError for a message that is damaged or has an index
         outside of pool or vocabulary.
         """
         header, room = header_of(message), kv.num_blocks * kv.block_size
         longest = header.longest_context
         if not 0 <= longest <= room:  # the table of positions grows with it, whatever the checkpoint allows
             raise ValueError(f"a step with a context of {longest} tokens, in a pool for {room}")
-        found = self._compute(message, kv, draws, drawn)
+        found = self._compute(message, kv, draws, drawn, ids_only)
         if header.num_logit_rows == 0:
             self.meet(kv.device)
         return found
 
     def _compute(
-        self, message: StepMessage, kv: PagedCache, draws: Sequence[Draw], drawn: torch.Tensor | None
+        self,
+        message: StepMessage,
+        kv: PagedCache,
+        draws: Sequence[Draw],
+        drawn: torch.Tensor | None,
+        ids_only: bool,
     ) -> Drawn | None:
         if self._fused is not None and not has_lengths(message):
             rotaries = self._weights.rotaries  # one at most
@@ -132,7 +140,7 @@ class Decoder:
                 if drawn is not None:
                     message = fill_in(message, drawn.tolist())
                 if self._is_alone or self._fused.shares_logits(header_of(message).num_logit_rows):
-                    drawn_here = self._fused(message, turn, kv, draws)
+                    drawn_here = self._fused(message, turn, kv, draws, ids_only=ids_only)
                     return drawn_here if self._is_first_rank else None
                 found = self._fused(message, turn, kv)
                 return self.draw(self._weights.head.gather(found.logits), found.hidden, draws)

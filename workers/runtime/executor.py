@@ -102,7 +102,7 @@ class GroupExecutor:
         for part in parts:
             draws = builder.draws[first : first + MAX_LOGIT_ROWS]
             first += len(draws)
-            drawn = self._run(part, draws)
+            drawn = self._run(part, draws, ids_only=builder.ids_only)
             assert drawn is not None, "rank 0 gets the logits"
             if fault is None:
                 try:
@@ -115,11 +115,11 @@ class GroupExecutor:
             raise fault
         return builder.results()
 
-    def _run(self, part: StepMessage, draws: Sequence[Draw]) -> Drawn | None:
+    def _run(self, part: StepMessage, draws: Sequence[Draw], *, ids_only: bool = False) -> Drawn | None:
         if self._link is None:
-            return self._runner.run(part, draws)
+            return self._runner.run(part, draws, ids_only=ids_only)
         with self._explained():
-            return self._runner.run(part, draws)
+            return self._runner.run(part, draws, ids_only=ids_only)
 
     def _wait(self, ids: ArrivingIds) -> list[int]:
         try:

@@ -35,6 +35,11 @@ class StepResults(Protocol):
         ...
 
     @property
+    def ids_only(self) -> bool:
+        """Whether `take` looks at no logits."""
+        ...
+
+    @property
     def has_trees(self) -> bool:
         """Whether a slice may have guesses whose keys and values have to move (`step_codec.encode_moves`)."""
         ...
@@ -59,6 +64,7 @@ class IdResults:
     """Implements StepResults for steps of which ids are all that is wanted, at most one a slice."""
 
     has_trees = False
+    ids_only = True
 
     def __init__(self, plan: StepPlan) -> None:
         self._slices = plan.slices
@@ -94,6 +100,8 @@ class _Use(NamedTuple):
 
 class ResultBuilder:
     """Implements StepResults for any plan."""
+
+    ids_only = False
 
     def __init__(self, plan: StepPlan, kernels: Kernels) -> None:
         self._plan = plan

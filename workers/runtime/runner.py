@@ -36,6 +36,8 @@ class StepDecoder(Protocol):
         kv: PagedCache,
         draws: Sequence[Draw] = (),
         drawn: torch.Tensor | None = None,
+        *,
+        ids_only: bool = False,
     ) -> Drawn | None: ...
 
     def share(self, x: torch.Tensor) -> None:
@@ -73,7 +75,9 @@ class ModelRunner:
         """The pool itself, not a copy: transfers read and write blocks that no step is using."""
         return self._pool
 
-    def run(self, message: StepMessage, draws: Sequence[Draw] = ()) -> Drawn | None:
+    def run(
+        self, message: StepMessage, draws: Sequence[Draw] = (), *, ids_only: bool = False
+    ) -> Drawn | None:
         """As `Decoder.forward`, after the blocks that are to be zero or a copy have become so. A message with
         placeholders comes without draws: what is planned ahead is drawn by `start`."""
         header = header_of(message)
@@ -85,7 +89,7 @@ class ModelRunner:
         if not draws and has_placeholders(message):
             self._decoder.share(self._drawn.on_device)
             return self._decoder.forward(message, self._pool, draws, self._drawn.on_device)
-        return self._decoder.forward(message, self._pool, draws)
+        return self._decoder.forward(message, self._pool, draws, ids_only=ids_only)
 
     def start(self, message: StepMessage, draws: Sequence[Draw]) -> ArrivingIds:
         """On rank 0: begins a step and returns while it is computed, where the decoder waits for nothing. The

@@ -38,7 +38,7 @@ class FakeRunner:
     def start(self, message: StepMessage, draws: Sequence[Draw]) -> ArrivingIds:
         return ArrivingIds(torch.tensor(self.run(message, draws).ids), None)
 
-    def run(self, message: StepMessage, draws: Sequence[Draw]) -> Drawn:
+    def run(self, message: StepMessage, draws: Sequence[Draw], *, ids_only: bool = False) -> Drawn:
         self.num_passes += 1
         self.num_rows.append(header_of(message).num_logit_rows)
         if self.fault is not None:

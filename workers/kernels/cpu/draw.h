@@ -72,6 +72,10 @@ inline long best_id(const float* x, long n, bool only_finite) {
   return std::find(x + at, x + n, best) - x;
 }
 
+inline bool all_best(const Draw* draws, long n) {
+  return std::all_of(draws, draws + n, [](const Draw& d) { return d.temperature == 0; });
+}
+
 // Larger for larger logits; +0 and -0 are one.
 inline uint32_t order_key(float x) {
   int32_t bits;

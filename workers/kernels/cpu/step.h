@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "attend.h"
+#include "best_rows.h"
 #include "collective.h"
 #include "draw.h"
 #include "huge.h"
@@ -26,6 +27,7 @@ struct ThreadScratch {
   AttentionScratch attention;
   TeamScratch team;
   DrawScratch drawing;
+  std::vector<BestRow> best;
   explicit ThreadScratch(const Model& m) : row(std::max(m.hidden, m.d)), attention(m.heads / m.kv_heads, m.d) {}
 };
 
@@ -112,6 +114,7 @@ template <class S> class StepWalk {
     }
     if (thread == 0) memcpy(in.hidden, normed, size_t(rows * m.hidden) * 2);
     if (leaves_logits_together(m, at)) return draw_together();
+    if (in.ids_only && in.draws && can_find_best(m.head) && all_best(in.draws, rows)) return find_best();
     linear(m.head, normed, in.logits);
     const long columns = m.head.columns;
     if (in.draws)
@@ -283,6 +286,17 @@ template <class S> class StepWalk {
     const auto a = attention_of(m.parts[rank], w, layer);
     for (TaskBoard::Run run; (run = board.take_last(group.rank)).first < run.end; board.finish())
       attend(a, tasks[run.first], run.first ? &tasks[run.first - 1] : nullptr, mine.attention);
+  }
+  // The best ids without the logits: each thread knows the best of its columns.
+  void find_best() {
+    mine.best.assign(size_t(rows), BestRow());
+    const LinearRows input = work.rows_for(m.head, normed, rows);
+    work.each_task(linear_tasks(m.head, rows), [&](long i, LinearScratch& sums) { best_task(m.head, input, rows, i, sums, mine.best.data()); });
+    each_row([&](long r) {
+      BestRow all = mine.best[size_t(r)];
+      for (long t = 0; t < work.team; t++) all.join(s.threads[size_t(t)]->best[size_t(r)]);
+      in.ids[r] = all.id();
+    });
   }
   // Each rank makes its columns of the logits; then all draw ids for rank 0, each from whole rows.
   void draw_together() {

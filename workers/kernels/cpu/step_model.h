@@ -57,5 +57,6 @@ struct StepInput {
   const Draw* draws;  // (logit rows); null: nothing is drawn
   int64_t* ids;       // (logit rows): what was drawn, NOT_FINITE for rows with a NaN or an infinity
   bf16* hidden;       // (logit rows, hidden): what the head is given
+  long ids_only;      // nobody looks at the logits
 };
 #endif

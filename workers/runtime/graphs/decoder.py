@@ -95,16 +95,18 @@ class GraphedDecoder:
         kv: PagedCache,
         draws: Sequence[Draw] = (),
         drawn: torch.Tensor | None = None,
+        *,
+        ids_only: bool = False,
     ) -> Drawn | None:
         """As `Decoder.forward`; kv: the pool that the graphs are of."""
         key = self._key_of(message)
         if key is None or key not in self._graphs:
-            return self._decoder.forward(message, kv, draws, drawn)
+            return self._decoder.forward(message, kv, draws, drawn, ids_only=ids_only)
         assert kv is self._pool, "the graphs are of another pool"
         arrays = unpack(message)
         rows = len(arrays.token_ids)
         if len(arrays.lengths) or not np.array_equal(arrays.logit_rows, np.arange(rows)):
-            return self._decoder.forward(message, kv, draws, drawn)
+            return self._decoder.forward(message, kv, draws, drawn, ids_only=ids_only)
         step = build_batch(
             arrays,
             block_size=self._block_size,
