@@ -51,9 +51,9 @@ def ask(
     form: Mapping[str, str] | None = None,
     most_bytes: int = _MOST_BYTES,
 ) -> Reply:
-    """One request. Raises httpx.HTTPError, also when the answer has not ended after `timeout_s`, though
-    something came all the while, or does not end at `most_bytes`. Raises httpx.InvalidURL. `connect_s`:
-    sooner for the connection."""
+    """One request. Raises httpx.HTTPError, also when an answer whose headers are there has not ended after
+    `timeout_s`, though something came all the while, or does not end at `most_bytes`. Raises
+    httpx.InvalidURL. `connect_s`: sooner for the connection."""
     deadline = time.monotonic() + timeout_s
     timeout = httpx.Timeout(timeout_s, connect=timeout_s if connect_s is None else connect_s)
     with client.stream(method, url, timeout=timeout, headers=headers, json=body, data=form) as response:

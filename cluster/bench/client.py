@@ -107,9 +107,9 @@ class CompletionClient:
                     event: Any = from_json(data)
                     if event.get("error"):
                         return Answer(error=str(event["error"])[:_MAX_ERROR_BYTES], end_s=now)
-                    choices = event.get("choices")
+                    texts = [choice.get("text") for choice in event.get("choices") or ()]
                     # The last event may only say why the answer ends.
-                    if choices and (not token_s or any(choice.get("text") for choice in choices)):
+                    if texts and (not token_s or any(texts)):
                         token_s.append(now)
                     usage = event.get("usage") or usage
             if not is_done or not token_s:

@@ -25,10 +25,15 @@ def check_output(file: Path | None, *, force: bool) -> None:
         raise CommandFailed(f"{file}: it is a folder, a file is needed")
     if file.is_file() and not force:
         raise CommandFailed(f"{file} is there already: name another file, or write over it with --force")
-    place = Path(os.path.realpath(file))
+    place = _place_of(file)
     needed = [place.parent] if not place.exists() else [place, place.parent] if place.is_file() else [place]
     if not all(os.access(each, os.W_OK) for each in needed):  # the folder too: see `write_output`
         raise CommandFailed(f"{file}: there is no permission to write it")
+
+
+def _place_of(file: Path) -> Path:
+    """What is written over: a link goes on pointing there, a pipe or device is asked for as it was named."""
+    return file if file.exists() and not file.is_file() else Path(os.path.realpath(file))
 
 
 def make_folder_of(place: Path) -> None:
@@ -41,7 +46,7 @@ def make_folder_of(place: Path) -> None:
 
 def write_output(file: Path, text: str) -> None:
     """Whole or not at all: a full disk leaves what was there. Raises CommandFailed, naming the file."""
-    place = Path(os.path.realpath(file))  # a link goes on pointing there
+    place = _place_of(file)
     try:
         if place.is_file():
             replace_file(place, text, mode=place.stat().st_mode & 0o777)

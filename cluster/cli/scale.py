@@ -82,11 +82,8 @@ def scale(
         try:
             done = rollout.run(terminal, services)
         finally:
-            if rollout.state is State.UNSENT and not _changed(file, after, before, services.locks):
-                terminal.note(
-                    f"{given.file} has been changed by someone else meanwhile, and is left as it is",
-                    event="note",
-                )
+            if rollout.state is State.UNSENT:
+                _take_back(file, after, before, services.locks, terminal)
         if as_json:
             terminal.emit(**asdict(done), **change)
 
@@ -111,6 +108,16 @@ def _changed(file: Path, before: str, after: str, locks: Path) -> bool:
             return False
         replace_file(file, after, mode=file.stat().st_mode & 0o777)
         return True
+
+
+def _take_back(file: Path, after: str, before: str, locks: Path, terminal: Terminal) -> None:
+    """What hinders it is a note: why it was not deployed is what people have to read."""
+    try:
+        if not _changed(file, after, before, locks):
+            text = f"{file} has been changed by someone else meanwhile, and is left as it is"
+            terminal.note(text, event="note")
+    except (CommandFailed, OSError) as error:
+        terminal.note(f"{file} still says what could not be deployed: {error}", event="note")
 
 
 def _deployment_of(text: str, given: DeployedFile, allow_open: bool) -> Deployment:

@@ -6,7 +6,6 @@ on top: a port that strangers cannot reach, the config tree in `args`, deploymen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -24,9 +23,9 @@ IMPORT_PATH = "cluster.app:build"
 ROUTER_DEPLOYMENT = "router"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _MOST_NAME_CHARS = 100
-_NUMBER = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
 # How names of variables end that Serve reads as numbers, while its controller starts.
 _NUMBERS = ("_S", "_MS")
+_MAY_BE_EMPTY = ("RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S",)
 # Written by `build` from the config tree; a value in the file would fight with it.
 _COMPUTED = {
     "placement_group_bundles": "computed from pools.<pool>.tensor_parallel",
@@ -130,10 +129,18 @@ def _variable_problems(tree: YamlTree) -> Iterator[Problem]:
     for part in path:
         variables = variables.get(part) if isinstance(variables, dict) else None
     for name, text in variables.items() if isinstance(variables, dict) else ():
-        if not (name.startswith("RAY_SERVE_") and name.endswith(_NUMBERS) and isinstance(text, str)):
+        if not isinstance(text, str) or not name.startswith("RAY_SERVE_") or name.endswith("_BUCKETS_MS"):
             continue
-        if not _NUMBER.fullmatch(text):
+        if name.endswith(_NUMBERS) and not _is_number(text) and not (name in _MAY_BE_EMPTY and not text):
             yield tree.problem((*path, name), "not a number", got=repr(text)[:100])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _all_ask_for_keys(tree: dict[str, Any]) -> bool:

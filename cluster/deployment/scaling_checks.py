@@ -12,7 +12,7 @@ from cluster.config.tree import TandemConfig
 POLICY = "cluster.scaling.serve_policy:ScalingPolicy"
 _POLICY_KEYS = ("policy_function", "policy_kwargs")
 _DELAYS = ("upscale_delay_s", "downscale_delay_s")
-_FUNCTION = re.compile(r"[^\W\d]\w*([.:][^\W\d]\w*)+")
+_FUNCTION = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*")
 
 
 def scaling_problems(app: Mapping[str, Any], config: TandemConfig, router: str) -> Iterable[Problem]:

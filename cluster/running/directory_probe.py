@@ -62,14 +62,14 @@ def main(arguments: Sequence[str]) -> int:
 
     address, session, *applications = arguments
     is_local = address.partition(":")[0] in ("127.0.0.1", "localhost")
-    context = ray.init(
+    context: Any = ray.init(
         address=address,
         namespace=NAMESPACE,
         log_to_driver=False,
         # On a cluster that knows this machine by its loopback address, we must go by that name too.
         _node_ip_address="127.0.0.1" if is_local else None,
     )
-    found = os.path.basename(context.address_info["session_dir"])  # type: ignore[attr-defined]  # of RayContext
+    found = os.path.basename(context.address_info["session_dir"])
     if session not in ("", found):
         sys.exit(
             f"it is {found}, and the dashboard that was asked is of {session}: say with --gcs-address where "

@@ -40,9 +40,8 @@ class SimConfig:
 
     groups: Mapping[Role, int]
     cost: StepCost
-    crowded_cost: StepCost | None = (
-        None  # while another group computes, where all share a machine; None: the same
-    )
+    # While another group computes, where all share a machine; None: the same.
+    crowded_cost: StepCost | None = None
     num_blocks: int  # KV blocks of a group
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -16,6 +16,7 @@ from workers.config import CacheConfig, ScheduleConfig, SpeculativeConfig
 from workers.engine.engine import Engine
 from workers.runtime.launch import LocalGroup
 from workers.structured.available import open_backend
+from workers.structured.matching import LlguidanceState
 from workers.types import GenerateRequest, Grammar, GrammarKind, RequestId, SamplingParams
 
 PATTERN = r'(\{"a":(1|2),"b":"[xy]{3}"\}){1,4}'
@@ -78,11 +79,18 @@ def test_guesses_that_no_grammar_has_room_for_change_nothing(
         num_choices=8,
         grammar=Grammar(kind=GrammarKind.REGEX, text="[ab]*|[ab]*a[ab]{30}c"),
     )
+    ended, end_guesses = [], LlguidanceState._end_guesses
+
+    def note(state: LlguidanceState) -> None:
+        ended.append(state)
+        end_guesses(state)
+
+    monkeypatch.setattr(LlguidanceState, "_end_guesses", note)
     with start_group(tmp_path, 1) as group:
         plain = engine_of(tmp_path, group, "none")
         guessed = engine_of(tmp_path, group, "lookahead", clock=lambda: 0.0)  # as often as it is allowed
         assert tokens_of(guessed, request) == tokens_of(plain, request)
-    assert guessed.stats().drafted_tokens_total > 0
+    assert guessed.stats().drafted_tokens_total > 0 and ended
 
 
 def test_on_two_ranks_and_with_guesses(tmp_path: Path) -> None:

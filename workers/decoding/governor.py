@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from workers.decoding.chances import Chance, TreeChances
 from workers.decoding.times import ReadingTime, StepTimes
-from workers.decoding.trials import Trials
+from workers.decoding.trials import GuessTrials
 
 # Guesses have to promise so much more than none: both sides are estimates, and of several numbers of guesses
 # the one that seems best is rarely as good as it seems.
@@ -82,7 +82,7 @@ class Governor:
         self._times = StepTimes()
         self._pass_times = StepTimes()
         self._reading = ReadingTime()
-        self._trials = Trials(of_trees=has_trees)
+        self._trials = GuessTrials(of_trees=has_trees)
         self._turn = 0  # of one sequence that has a tree
 
     def observe(self, num_rows: int, seconds: float) -> None:

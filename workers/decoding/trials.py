@@ -8,7 +8,7 @@ _MOST_VAIN = 2  # trials of trees in a row that did not pay, each of which doubl
 _AT_REST = 8  # steps for which guesses of trees that do not pay are not reckoned anew, which takes time, too
 
 
-class Trials:
+class GuessTrials:
     """Counts the steps up to the next one. What was found with so many sequences holds for as many only."""
 
     def __init__(self, *, of_trees: bool) -> None:

@@ -117,6 +117,8 @@ class Drafting:
         drafts = sequence.drafts
         parents = sequence.draft_parents or tuple(range(-1, len(drafts) - 1))
         num_checked, last_right = depth_of(parents), place.row - 1
+        if sequence.draft_parents is None:
+            num_checked = min(num_checked, len(sampled) - 1)
         steps, newest = list(zip(parents, drafts, strict=True)), (last_right, sampled[num_right])
         if newest in steps:  # it ended the answer: right, but no computed token
             last_right = steps.index(newest)

@@ -36,7 +36,8 @@ class GrammarState(AllowedTokens, Protocol):
         ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of them, from the first on, the grammar goes on with. Changes nothing."""
+        """How many of them, from the first on, the grammar goes on with. The answer
+        stays as it is; where there is no way back from guesses, it has none any more."""
         ...
 
     def accept(self, token_id: int) -> None:

@@ -84,7 +84,7 @@ class StepModel:
 class Drawn(NamedTuple):
     """What a step leaves."""
 
-    logits: torch.Tensor  # (R, vocabulary) float32, valid until the next step; unless `ids_only` was said
+    logits: torch.Tensor  # (R, vocabulary) float32, valid until the next step; any values with `ids_only`
     ids: list[int]  # one a row, or none when no draws were asked for
     hidden: torch.Tensor | None = None  # (R, hidden): what the head was given; valid as long
 

@@ -37,7 +37,8 @@ def test_the_ids_are_those_of_the_logits(kernels: CpuKernels, has_bias: bool, th
     """Every logit is there six times: the first of equal ones is the best."""
     torch.set_num_threads(threads)
     weight = torch.randn(VOCAB // 6, HIDDEN).bfloat16().repeat(6, 1)
-    bias = torch.randn(VOCAB // 6).bfloat16().repeat(6) if has_bias else None
+    # All logits below 0, which columns that do not exist would have.
+    bias = (torch.randn(VOCAB // 6) - 100).bfloat16().repeat(6) if has_bias else None
     model = make_model(kernels, torch.bfloat16, bias=False, head_norm=False)
     step = kernels.fuse(replace(model, head=kernels.pack_linear(weight, bias, torch.float32)))
     assert step is not None
@@ -56,6 +57,17 @@ def test_logits_are_made_only_where_something_else_is_drawn(name: str) -> None:
     assert marks_left(step, 3, [BEST] * 3, ids_only=True)[1]
     ids, are_left = marks_left(step, 3, [BEST, ANY, BEST], ids_only=True)
     assert not are_left and ids == marks_left(step, 3, [BEST, ANY, BEST], ids_only=False)[0]
+
+
+def test_one_infinite_logit_is_enough_for_no_id(kernels: CpuKernels) -> None:
+    bias = torch.zeros(VOCAB, dtype=torch.bfloat16)
+    bias[VOCAB - 2] = -torch.inf
+    model = make_model(kernels, torch.bfloat16, bias=False, head_norm=False)
+    weight = torch.randn(VOCAB, HIDDEN).bfloat16()
+    step = kernels.fuse(replace(model, head=kernels.pack_linear(weight, bias, torch.float32)))
+    assert step is not None
+    message = step_of([(0, 5)], list(range(5)))
+    assert step(message, None, empty(), [BEST] * 5, ids_only=True).ids == [NOT_FINITE] * 5
 
 
 def test_rows_that_are_not_finite_have_no_id(kernels: CpuKernels) -> None:

@@ -28,12 +28,13 @@ struct PackedWeights {
   long groups;
 };
 
-// Room for the sums of one task.
+// Room for the sums of one task, and what a thread has not yet written of those before.
 class LinearScratch {
  public:
 #ifdef HAS_TILES
-  Later later;  // results that the thread has not written yet: whoever has done its tasks calls finish()
+  Later later;
 #endif
+  // To be called by who has done its tasks, before anyone reads their results.
   void finish() {
 #ifdef HAS_TILES
     later.all();
@@ -216,7 +217,7 @@ inline void finish_gated(const SumRows& rows, size_t row) {
 #endif
 
 // Whether columns [gate | up] can be made a unit of each at a time.
-inline bool gates_in_place(const PackedWeights& w) { return w.columns % (2 * UNIT) == 0 && w.order.nodes() == 1; }
+inline bool gates_in_place(const PackedWeights& w) { return w.columns % (2 * UNIT) == 0 && w.order.count == 1; }
 inline long gated_tasks(const PackedWeights& w, long rows) { return linear_tasks(w, rows) / 2; }
 // One task of out (rows, columns / 2) = silu(gate) * up of x (rows, k) * weights + bias, rounded as if those had been stored.
 inline void gated_task(const PackedWeights& w, const LinearRows& x, long rows, long task, LinearScratch& scratch, bf16* out) {

@@ -62,3 +62,23 @@ def test_a_pipe_gets_the_text(tmp_path: Path) -> None:
     os.close(reader)
     with pytest.raises(CommandFailed, match=r"^/dev/full: No space left on device"):
         write_output(Path("/dev/full"), "text")
+
+
+def test_a_pipe_of_another_program_is_written_to() -> None:
+    """As with `-o /dev/stdout | ...`: what its link names is no file."""
+    reading, writing = os.pipe()
+    place = Path(f"/dev/fd/{writing}")
+    check_output(place, force=False)
+    write_output(place, "text")
+    assert os.read(reading, 10) == b"text"
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_new_file_is_as_private_as_the_user_wants_it(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_output(tmp_path / "report.json", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "report.json").stat().st_mode & 0o777 == 0o600

@@ -97,10 +97,13 @@ def test_the_clusters_differ_only_in_where_machines_come_from() -> None:
     ("old", "new", "said"),
     [
         ("cluster_name: tandem", "cluster_name: 3", "cluster_name: 3 is not of type 'string'"),
-        ("cluster_name: tandem", "cluster_name: ../x", "cluster_name: not a name; got '../x'"),
+        ("cluster_name: tandem", "cluster_name: ../x", "cluster_name: not a name; got '../x'; allowed: "
+         "letters, digits, . _ and -"),
         ("head_ip: 10.0.0.1", "head_ip: ''", "provider.head_ip: not an address or name of a machine; got ''"),
-        ("[10.0.0.2, 10.0.0.3]", "[10.0.0.2, -oProxyCommand=id]", "provider.worker_ips[1]: not an address"),
-        ("[10.0.0.2, 10.0.0.3]", "[10.0.0.2, 10.0]", "provider.worker_ips[1]: not an address or name of"),
+        ("[10.0.0.2, 10.0.0.3]", "[10.0.0.2, -oProxyCommand=id]",
+         "provider.worker_ips[1]: not an address or name of a machine; got '-oProxyCommand=id'"),
+        ("[10.0.0.2, 10.0.0.3]", "[10.0.0.2, 10.0]", "provider.worker_ips[1]: not an address or name of a "
+         "machine; got 10.0"),
         ("[10.0.0.2, 10.0.0.3]", "[10.0.0.2, 10.0.0.2]",
          "worker_ips[1]: the machine is given twice; got 10.0.0.2; first as provider.worker_ips[0]"),
         ("rsync_exclude", "rsync_exlude", "did you mean rsync_exclude?"),

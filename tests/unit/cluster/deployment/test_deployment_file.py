@@ -128,7 +128,10 @@ def test_a_name_that_serve_cannot_use_is_refused(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize(("text", "is_right"), [("0.5", True), ("3", True), ("x", False), ("", False)])
 def test_variables_that_are_read_as_numbers_are_numbers(tmp_path: Path, text: str, is_right: bool) -> None:
-    variables = f'{{RAY_SERVE_CONTROL_LOOP_INTERVAL_S: "{text}", RAY_SERVE_MINE: "x", OTHER_S: "x"}}'
+    variables = (
+        f'{{RAY_SERVE_CONTROL_LOOP_INTERVAL_S: "{text}", RAY_SERVE_MINE: "x", OTHER_S: "x", '
+        'RAY_SERVE_REQUEST_LATENCY_BUCKETS_MS: "1,2", RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S: ""}'
+    )
     options = f"controller_options: {{runtime_env: {{env_vars: {variables}}}}}\n"
     found = [problem.path.rpartition(".")[2] for problem in check(tmp_path, options + GOOD)]
     assert found == ([] if is_right else ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"])
