@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from threading import Timer
@@ -16,9 +17,11 @@ from tests.unit.transfer.ranks import PATIENCE_S, SECRET, group
 from workers.transfer.link import Endpoint, PeerLink
 from workers.transfer.messages import (
     MAX_READ_BLOCKS,
+    NONCE_BYTES,
     Challenge,
     Check,
     Hello,
+    Message,
     PeerFacts,
     Welcome,
     encode,
@@ -28,14 +31,14 @@ from workers.transfer.messages import (
 )
 from workers.transfer.transport import Reason, TransferFailed
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 0.3
 
 
 @contextmanager
-def signals_for(connection: socket.socket) -> Iterator[None]:
-    """A hundred a second. The connection ends after three seconds, or a wait that is too long never does."""
+def signals_until(reset: Callable[[], None]) -> Iterator[None]:
+    """A hundred a second. `reset` is called after three seconds, or a wait that is too long never ends."""
     before = signal.signal(signal.SIGALRM, lambda *_: None)
-    end = Timer(3, connection.shutdown, [socket.SHUT_RDWR])
+    end = Timer(3, reset)
     end.start()
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
     try:
@@ -49,7 +52,7 @@ def signals_for(connection: socket.socket) -> Iterator[None]:
 def test_signals_do_not_prolong_a_wait() -> None:
     with (
         closing(socket.create_server(("127.0.0.1", 0))) as silent,
-        signals_for(silent),
+        signals_until(lambda: silent.shutdown(socket.SHUT_RDWR)),
         pytest.raises(TransferFailed) as caught,
     ):
         PeerLink(Endpoint(*silent.getsockname()), SECRET, timeout_s=TIMEOUT_S)
@@ -62,7 +65,8 @@ def test_signals_do_not_prolong_what_nobody_takes() -> None:
         link = PeerLink(Endpoint(*listener.getsockname()), SECRET, timeout_s=TIMEOUT_S)
         deaf = welcomed.result(PATIENCE_S)
     request = Check(number=1, blocks=(1 << 30,) * MAX_READ_BLOCKS)
-    with closing(link), closing(deaf), signals_for(deaf), pytest.raises(TransferFailed) as caught:
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its close is a reset
+    with closing(link), closing(deaf), signals_until(deaf.close), pytest.raises(TransferFailed) as caught:
         for _ in range((64 << 20) // len(encode(request))):  # more than the system keeps
             link.send(request)
     assert caught.value.reason is Reason.TIMEOUT
@@ -78,10 +82,11 @@ def _facts() -> PeerFacts:
 def _welcome(listener: socket.socket, facts: PeerFacts) -> socket.socket:
     """Greets a reader, and is to read nothing more."""
     connection, _ = listener.accept()
-    nonce, hellos, frames = bytes(32), [], frame_reader()
+    nonce, frames = bytes(NONCE_BYTES), frame_reader()
     connection.sendall(encode(Challenge(nonce=nonce)))
+    hellos: list[Message] = []
     while not hellos:
-        hellos = [*frames.feed(connection.recv(1 << 10))]
+        hellos += frames.feed(connection.recv(1 << 10))
     assert isinstance(hellos[0], Hello)
     mac = welcome_mac(transfer_key(SECRET), nonce, hellos[0].nonce, facts)
     connection.sendall(encode(Welcome(mac=mac, facts=facts)))
