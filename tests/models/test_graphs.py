@@ -30,7 +30,7 @@ from workers.kernels import (
 )
 from workers.model.checkpoint import Checkpoint
 from workers.model.decoder import Decoder, load_decoder
-from workers.model.parallel import TensorParallel
+from workers.model.parallel import Part, TensorParallel
 from workers.runtime.graphs.buckets import Buckets
 from workers.runtime.graphs.decoder import GraphedDecoder
 from workers.runtime.graphs.reserve import first_steps, largest_step, measure_reserve, other_steps
@@ -243,3 +243,55 @@ def test_what_steps_take_is_measured_before_the_pool(family_folder: Folders) -> 
     # 3 numbers of rows with 2 contexts: the first graph, and five more like the second.
     assert (reserve.step_bytes, reserve.graph_bytes) == (7000, 500 + 5 * 30)
     assert pools == [75]  # for a context of 600 tokens
+
+
+class Recorder(TensorParallel):
+    """The first of two ranks; each kind of collective takes memory at its first, as NCCL's do."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        super().__init__(rank=0, size=2)
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "kinds", set())
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._take("all-reduce", x)
+
+    def add_up(self, *parts: Part) -> torch.Tensor:
+        """A GPU's parts are tensors; of those of a CPU one node will do."""
+        whole = [
+            part if isinstance(part, torch.Tensor) else part.sums[0].to(part.out_dtype) for part in parts
+        ]
+        return self.all_reduce(sum(whole[1:], whole[0]))
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        return self._take("broadcast", x)
+
+    def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...], kept: object) -> torch.Tensor:
+        return self._take("gather", x.repeat(1, 2))
+
+    def _take(self, kind: str, x: torch.Tensor) -> torch.Tensor:
+        if kind not in self.kinds:
+            self.kinds.add(kind)
+            self.device.taken += 1 << 20
+        return x
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_collectives_of_all_kinds_come_before_the_pool_is_measured(
+    has_graphs: bool, family_folder: Folders
+) -> None:
+    """So what NCCL takes for them is no longer free, and belongs to no graph."""
+    device = EmulatedDevice(graph_bytes=[500, 30])
+    checkpoint = Checkpoint(family_folder("llama"))
+    decoder = load_decoder(checkpoint, torch.float32, CPU, Recorder(device), TorchKernels())
+    reserve = measure_reserve(
+        decoder,
+        lambda num_blocks: pool_of(decoder, num_blocks),
+        device,
+        ScheduleConfig(max_step_tokens=64, max_running=4),
+        block_size=BLOCK_SIZE,
+        max_model_len=100,
+        buckets=Buckets(4, 100) if has_graphs else None,
+    )
+    assert device.taken == (3 << 20) + (530 if has_graphs else 0)
+    assert reserve.graph_bytes == (500 + 2 * 30 if has_graphs else 0)

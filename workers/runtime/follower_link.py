@@ -45,7 +45,7 @@ class FollowerLink:
         self._frames.set_timeout(timeout_s)
         self._timeout_s = timeout_s
         self._on_leader_lost = on_leader_lost
-        self._interrupt: Callable[[], None] | None = None
+        self._interrupts: list[Callable[[], None]] = []
         self._on_order: Callable[[bytes], None] | None = None
         self._begun = 0
         self._finished = 0
@@ -59,9 +59,9 @@ class FollowerLink:
         return self._frames.own_address
 
     def interrupt_with(self, interrupt: Callable[[], None]) -> None:
-        """`interrupt` ends collectives that this rank may be inside; called when rank 0 is gone, in a thread
-        of its own: it may block."""
-        self._interrupt = interrupt
+        """`interrupt` ends collectives that this rank may be inside; called when rank 0 is gone, beside those
+        that were given before, in a thread of its own: it may block."""
+        self._interrupts.append(interrupt)
 
     def take_orders(self, on_order: Callable[[bytes], None]) -> None:
         """on_order(body) is called by the thread that reads steps, between two of them. It has to be quick;
@@ -166,6 +166,7 @@ class FollowerLink:
                 return
 
     def _lost(self, why: str) -> None:
-        interrupt_beside(self._interrupt)
+        for interrupt in self._interrupts:
+            interrupt_beside(interrupt)
         if not self._closing.wait(_GRACE_S):
             self._on_leader_lost(f"rank 0 died: {why}")

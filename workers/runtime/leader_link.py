@@ -13,6 +13,7 @@ interrupted. It ends the group, once, when
 A follower that hangs inside a step is found by the collective's own timeout, which `executor` reports here.
 Collectives in a CUDA graph have none: with `limit_steps` the watchdog ends the group, too, when
 - rank 0 is inside a step for the timeout.
+The start has collectives, too, and no steps: `limited` is for these.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, Queue
 from threading import Event, Lock, Thread, current_thread
@@ -41,10 +43,9 @@ def heartbeat_interval_s(timeout_s: float) -> float:
     return min(1.0, timeout_s / 4)
 
 
-def interrupt_beside(interrupt: Callable[[], None] | None) -> None:
+def interrupt_beside(interrupt: Callable[[], None]) -> None:
     """Calls it in a thread that nobody waits for: NCCL's abort blocks while a graph holds its collectives."""
-    if interrupt is not None:
-        Thread(target=interrupt, name="tandem-interrupt", daemon=True).start()
+    Thread(target=interrupt, name="tandem-interrupt", daemon=True).start()
 
 
 @dataclass(slots=True)
@@ -79,12 +80,13 @@ class LeaderLink:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._on_failure = on_failure
-        self._interrupt: Callable[[], None] | None = None
+        self._interrupts: list[Callable[[], None]] = []
         self._on_report: Callable[[int, bytes], None] | None = None
         self._followers: dict[int, _Follower] = {}
         self._steps_sent = 0
         self._step_sent_at_s = 0.0
         self._has_step_limit = False
+        self._limit: tuple[float, str] | None = None  # when the group ends, and why
         self._num_steps_open = 0  # that rank 0 has not got what it wanted of
         self._failure: str | None = None
         self._failing = Lock()
@@ -99,9 +101,9 @@ class LeaderLink:
         return self._failure
 
     def interrupt_with(self, interrupt: Callable[[], None]) -> None:
-        """`interrupt` ends collectives that this rank may be inside; called once the group has failed, in a
-        thread of its own: it may block."""
-        self._interrupt = interrupt
+        """`interrupt` ends collectives that this rank may be inside; called once the group has failed, beside
+        those that were given before, in a thread of its own: it may block."""
+        self._interrupts.append(interrupt)
 
     def hear_reports(self, on_report: Callable[[int, bytes], None]) -> None:
         """on_report(rank, body) is called in the watchdog's thread. It has to be quick; ProtocolError from it
@@ -111,6 +113,16 @@ class LeaderLink:
     def limit_steps(self) -> None:
         """From now on a step of rank 0 that takes longer than the timeout ends the group."""
         self._has_step_limit = True
+
+    @contextmanager
+    def limited(self, what: str, timeout_s: float) -> Iterator[None]:
+        """What takes longer inside ends the group. Only from `accept` on is there a watchdog."""
+        reason = f"{what} has taken more than {timeout_s:g} s: a rank hangs, in a collective perhaps"
+        self._limit = time.monotonic() + timeout_s, reason
+        try:
+            yield
+        finally:
+            self._limit = None
 
     def accept(self, timeout_s: float, is_lost: Callable[[int], str | None] = lambda rank: None) -> None:
         """Waits until all followers are there. Raises GroupFailed naming those that are not, or with what
@@ -267,7 +279,8 @@ class LeaderLink:
             self._failure = reason
             self._failed.set()
             self._wake_writer.send(b"x")
-        interrupt_beside(self._interrupt)
+        for interrupt in self._interrupts:
+            interrupt_beside(interrupt)
 
     def _watch(self) -> None:
         interval_s = heartbeat_interval_s(self._timeout_s)
@@ -316,6 +329,8 @@ class LeaderLink:
         return None
 
     def _overdue(self, now: float) -> str | None:
+        if (limit := self._limit) is not None and now > limit[0]:
+            return limit[1]
         waited_s = now - self._step_sent_at_s
         for follower in self._followers.values():
             silent_s = now - follower.last_heard_s

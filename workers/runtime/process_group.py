@@ -2,9 +2,9 @@
 
 The store of rank 0 listens on the given address only. Every collective is bounded by a timeout; both backends
 connect at start, and a first collective proves it (a lazily made connection has ignored timeouts). Of NCCL
-that holds outside of CUDA graphs: a collective that is replayed has no timeout but that of the step, which
-rank 0's watchdog keeps (`LeaderLink.limit_steps`). torch's own limit is twice as long: when it is reached
-torch ends the process, and says less.
+rank 0's watchdog keeps the time, of a step and of the warm-up (`LeaderLink.limit_steps`, `limited`): what is
+replayed has no timeout of its own. torch's is longer than both, as a rank may compile kernels for minutes
+while others wait for it in a collective; when it is reached torch ends the process, and says less.
 
 Ranks that share a GPU go through the host, with gloo: every collective waits, so no graph can hold it.
 """
@@ -29,6 +29,7 @@ from workers.model.parallel import TensorParallel
 
 _SIOCGIFADDR = 0x8915  # Linux: address of a network interface
 STORE_TIMEOUT_S = 60.0  # for the ranks to meet
+WARM_UP_TIMEOUT_S = 600.0  # for first collectives, and for first steps of all kinds with what they compile
 
 
 class ProcessGroup:
@@ -61,7 +62,7 @@ class ProcessGroup:
                 store=store,
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=2 * timeout_s if self._is_nccl else timeout_s),
+                timeout=timedelta(seconds=timeout_s + (WARM_UP_TIMEOUT_S if self._is_nccl else 0.0)),
                 device_id=device if self._is_nccl else None,  # connects now
             )
             total = torch.full((1,), rank, dtype=torch.float32, device=device)

@@ -28,15 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from workers.config import GroupConfig
 from workers.engine.meter import MeteredModel
-from workers.engine.proposals import DraftTask, HeadTask
-from workers.engine.step import (
-    Executor,
-    GroupFailed,
-    SampleTask,
-    SequenceSlice,
-    StepPlan,
-    StepStarter,
-)
+from workers.engine.step import Executor, StepStarter
 from workers.kernels import StepMessage, passes
 from workers.model.decoder import Decoder
 from workers.model.parallel import TensorParallel
@@ -56,13 +48,13 @@ from workers.runtime.agreement import (
 )
 from workers.runtime.device import make_current
 from workers.runtime.executor import GroupExecutor
+from workers.runtime.first_step import compute_first_step
 from workers.runtime.follower_link import FollowerLink
 from workers.runtime.handshake import Facts, Rendezvous, new_token
 from workers.runtime.leader_link import LeaderLink
-from workers.runtime.process_group import STORE_TIMEOUT_S, ProcessGroup
+from workers.runtime.process_group import STORE_TIMEOUT_S, WARM_UP_TIMEOUT_S, ProcessGroup
 from workers.runtime.rank_model import RankFacts, RankModel
 from workers.runtime.runner import ModelRunner
-from workers.types import SamplingParams
 
 EXIT_CODE = 70
 JOIN_TIMEOUT_S = 120.0  # for all processes of a group to be there
@@ -171,7 +163,7 @@ class Leader:
         """
         try:
             facts = self._load_alone() if self._link is None else self._load_group(self._link, is_lost)
-            _first_step(self.executor)
+            compute_first_step(self.executor)
         except Exception:
             self.close()
             raise
@@ -210,9 +202,10 @@ class Leader:
         identity = model.identity(same_files=are_same_files(files))
         agreed = agree(identity, agree_on_identity)
         num_here = self._ranks_on_machine = num_ranks_here(agreed)
-        self._group = _process_group(
-            self._config, 0, self._host, self._store, model.device, collectives_of(agreed)
-        )
+        with link.limited("the first collective", WARM_UP_TIMEOUT_S):
+            self._group = _process_group(
+                self._config, 0, self._host, self._store, model.device, collectives_of(agreed)
+            )
         parallel = self._group.parallel
         if self._group.interrupt is not None:
             link.interrupt_with(self._group.interrupt)
@@ -225,13 +218,17 @@ class Leader:
         decoder = model.load(parallel, num_here)
         heads = model.draft_heads(decoder)
         agree({}, lambda by_rank: {})  # then collectives need not wait long
-        memory = agree(_measured(model, decoder, agreed), agree_on_memory)
+        agree = partial(link.agree, timeout_s=WARM_UP_TIMEOUT_S)
+        with link.limited("the warm-up", WARM_UP_TIMEOUT_S):
+            measured = _measured(model, decoder, agreed)
+        memory = agree(measured, agree_on_memory)
         num_blocks = num_blocks_of(memory)
         facts = model.facts(num_blocks)
         parts = None
         if shares_attention(memory):
             parts = shared_pool.share(0, model.part_forms(num_blocks), agree)
-        self._runner = model.runner(decoder, num_blocks, parts)
+        with link.limited("making the KV pool and its graphs", WARM_UP_TIMEOUT_S):
+            self._runner = model.runner(decoder, num_blocks, parts)
         agree({}, self._collect_prepared)
         self._executor = GroupExecutor(
             self._runner,
@@ -369,29 +366,3 @@ def _process_group(
         backend=backend,
         timeout_s=config.parallel.step_timeout_s,
     )
-
-
-def _first_step(executor: Executor) -> None:
-    """One token through all ranks: a broken kernel or a deaf rank shows before the first request.
-
-    It writes to block 0, which no request holds yet. Raises GroupFailed.
-    """
-    task = SampleTask(
-        params=SamplingParams(max_tokens=1, temperature=0.0),
-        choice=0,
-        prompt_token_ids=(0,),
-        output_token_ids=(),
-    )
-    piece = SequenceSlice(token_ids=(0,), start=0, block_table=(0,), sample=task)
-    (result,) = executor.execute(StepPlan(number=0, slices=(piece,))).slices
-    if result.error is not None:
-        raise GroupFailed(f"the first step failed: {result.error}")
-    if executor.draft_model is not None:
-        guess = DraftTask(token_ids=(0,), start=0, block_table=(0,), num_drafts=1)
-        if not executor.draft_model.propose((guess,)).drafts[0]:
-            raise GroupFailed("the draft model's first guess failed: its values are not finite numbers")
-    if (
-        executor.draft_heads is not None
-        and not executor.draft_heads.propose(0, (HeadTask(0, 0, 0, 1),)).drafts[0]
-    ):
-        raise GroupFailed("the heads' first guess failed: their values are not finite numbers")

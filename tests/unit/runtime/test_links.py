@@ -197,6 +197,25 @@ def test_a_step_ends_once_unless_the_group_has_failed():
         made.link.end_step()
 
 
+def test_a_start_that_hangs_ends_the_group():
+    """In a collective of the warm-up, say, while all heartbeats go on."""
+    with group() as made:
+        accepting = accept_in_background(made.link)
+        with follower(made):
+            accepting.join(5)
+            interrupted = [threading.Event(), threading.Event()]
+            for each in interrupted:
+                made.link.interrupt_with(each.set)
+            with made.link.limited("what is quick", TIMEOUT_S):
+                pass
+            time.sleep(1.5 * TIMEOUT_S)  # nothing is limited any more
+            assert made.failures == []
+            with made.link.limited("the warm-up", 0.5 * TIMEOUT_S):
+                reason = made.reason(within_s=2 * TIMEOUT_S)
+            assert reason == "the warm-up has taken more than 0.5 s: a rank hangs, in a collective perhaps"
+            assert all(each.wait(2) for each in interrupted)
+
+
 def test_an_interrupt_that_blocks_keeps_nobody_from_hearing_of_the_end():
     graphs_are_freed, interrupted = threading.Event(), threading.Event()
 

@@ -3,7 +3,7 @@
 Steps of all kinds are computed over a small pool, because kernels are compiled at the first step of a kind,
 for seconds, which no request should wait for. The largest step that the schedule allows tells what
 steps take. Then the two largest graphs are recorded, of which the second one tells what each further graph
-adds. Both are dropped.
+adds. Both are dropped. What NCCL takes shows in what the device has free after that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+
+import torch
 
 from workers.config import ScheduleConfig
 from workers.kernels import MAX_LOGIT_ROWS, Draw, PagedCache, StepMessage, pack_step
@@ -57,6 +59,9 @@ def measure_reserve(
         if drawn is not None:
             decoder.draw(drawn.logits, drawn.hidden, [_HARDEST] * num_rows)
 
+    # NCCL takes memory for a kind of collective at its first: of those beside the steps' own as well.
+    decoder.share(torch.zeros(MAX_LOGIT_ROWS, dtype=torch.int64, device=pool.device))
+    decoder.meet(pool.device)
     for num_tokens in first_steps(schedule.max_step_tokens):
         decoder.forward(largest_step(num_tokens, block_size, max_model_len)[0], pool)
     for other in other_steps(block_size, max_model_len):
