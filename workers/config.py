@@ -56,6 +56,7 @@ class ParallelConfig:
     threads_per_rank: int | None = None  # CPU threads; None: usable cores / ranks of the group on the machine
     device: str = "auto"  # auto, cpu, cuda
     cuda_graphs: bool = True  # decode steps on a GPU are recorded at start and replayed
+    symmetric_memory: bool = True  # GPUs of one machine add up over NVLink without NCCL, where they can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

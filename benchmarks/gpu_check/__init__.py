@@ -9,7 +9,8 @@ itself. `--dry` runs the same program on the CPU with tiny shapes, the kernels i
     kernels   every kernel against its torch form, bfloat16 and float32
     llama     the shape of Llama-2-7B with random weights: tokens and logits of transformers, then the speed
     repeat    graphs against operators, one run against another, alone against in a batch: bit for bit
-    ranks     two ranks against one; a rank that is killed, and one that is stopped, end their group in time
+    ranks     two ranks against transformers, symmetric memory against NCCL; a rank that is killed, and one
+              that is stopped, end their group in time
     mistral   tokens and logits of transformers for eight layers of Mistral-7B
     model     the same of a folder that is given
 

@@ -25,7 +25,7 @@ _LIMITS_S = {
     "kernels": 130.0,
     "llama": 240.0,
     "repeat": 80.0,
-    "ranks": 100.0,
+    "ranks": 140.0,
     "mistral": 80.0,
     "model": 80.0,
 }

@@ -34,6 +34,7 @@ def config_of(
     folder: str,
     *,
     cuda_graphs: bool = True,
+    symmetric_memory: bool = True,
     tensor_parallel: int = 1,
     num_blocks: int | None = None,
 ) -> GroupConfig:
@@ -50,6 +51,7 @@ def config_of(
             tensor_parallel=tensor_parallel,
             device=settings.device,
             cuda_graphs=cuda_graphs,
+            symmetric_memory=symmetric_memory,
             step_timeout_s=settings.step_timeout_s,
             threads_per_rank=1 if settings.is_dry else None,
         ),

@@ -44,6 +44,7 @@ from workers.kernels.step_message import (
     passes,
     unpack,
 )
+from workers.kernels.symmetric import PeerMemory, SymmetricCollective
 from workers.weight_forms import Quantization
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "PackedLinear",
     "PagedCache",
     "PartLinear",
+    "PeerMemory",
     "Quantization",
     "QuantizedWeight",
     "RankPart",
@@ -83,6 +85,7 @@ __all__ = [
     "StepMessage",
     "StepModel",
     "SumOrder",
+    "SymmetricCollective",
     "TorchKernels",
     "Turn",
     "balanced",

@@ -6,7 +6,8 @@ and head are split along the vocabulary.
 
 On a CPU the sums are made in an order that does not depend on the number of ranks, so that groups of up to
 eight give the same bits; but for norms over the heads of all ranks (`workers.model.norms.WidthNorms`), whose
-squares are added up as the ranks have them.
+squares are added up as the ranks have them. On GPUs the order is that of the ranks, of which
+`workers.kernels.symmetric` has more, or NCCL's, which goes by the length of a message.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from workers.kernels import KeptRows, NodeOrder, PackedLinear, PartLinear, SharedCollective
+from workers.kernels import (
+    KeptRows,
+    NodeOrder,
+    PackedLinear,
+    PartLinear,
+    SharedCollective,
+    SymmetricCollective,
+)
 
 
 class Nodes(NamedTuple):
@@ -62,12 +70,15 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     shared: SharedCollective | None = None  # None with size > 1: torch's default group
+    symmetric: SymmetricCollective | None = None  # of GPUs, for some sums; the rest is the default group's
     is_recordable: bool = True  # collectives wait for nothing on the host: a CUDA graph can hold them
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place; x must be contiguous."""
         if self.shared is not None:
             self.shared.all_reduce(x)
+        elif self.symmetric is not None and self.symmetric.is_for(x):
+            self.symmetric.all_reduce(x)
         elif self.size > 1:
             dist.all_reduce(x)
         return x

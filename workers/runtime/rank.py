@@ -33,7 +33,7 @@ from workers.kernels import StepMessage, passes
 from workers.model.decoder import Decoder
 from workers.model.parallel import TensorParallel
 from workers.ports import connect_store, open_port, open_store
-from workers.runtime import shared_memory, shared_pool
+from workers.runtime import shared_memory, shared_pool, symmetric_memory
 from workers.runtime.agreement import (
     agree_on_files,
     agree_on_identity,
@@ -52,6 +52,7 @@ from workers.runtime.first_step import compute_first_step
 from workers.runtime.follower_link import FollowerLink
 from workers.runtime.handshake import Facts, Rendezvous, new_token
 from workers.runtime.leader_link import LeaderLink
+from workers.runtime.peer_memory import TorchPeers
 from workers.runtime.process_group import STORE_TIMEOUT_S, WARM_UP_TIMEOUT_S, ProcessGroup
 from workers.runtime.rank_model import RankFacts, RankModel
 from workers.runtime.runner import ModelRunner
@@ -210,6 +211,13 @@ class Leader:
         if self._group.interrupt is not None:
             link.interrupt_with(self._group.interrupt)
             link.limit_steps()
+            with link.limited("the first sum in symmetric memory", WARM_UP_TIMEOUT_S):
+                symmetric = symmetric_memory.settle(
+                    _symmetric_place(self._config, 0, model, num_here), TorchPeers(model.device), agree
+                )
+            if symmetric is not None:
+                link.interrupt_with(symmetric.abort)
+                parallel = replace(parallel, symmetric=symmetric)
         if model.device.type == "cpu":
             shared = shared_memory.lead(_place(self._config, 0), num_here, agree)
             if shared is not None:
@@ -316,6 +324,14 @@ class Follower:
         parallel = self._group.parallel
         if self._group.interrupt is not None:
             link.interrupt_with(self._group.interrupt)
+            symmetric = symmetric_memory.settle(
+                _symmetric_place(self._config, self._rank, model, num_here),
+                TorchPeers(model.device),
+                lambda facts, _decide: agree(facts),
+            )
+            if symmetric is not None:
+                link.interrupt_with(symmetric.abort)
+                parallel = replace(parallel, symmetric=symmetric)
         if model.device.type == "cpu":
             shared = shared_memory.follow(_place(self._config, self._rank), num_here, agree)
             if shared is not None:
@@ -347,6 +363,19 @@ def _measured(model: RankModel, decoder: Decoder, agreed: Facts) -> Facts:
 def _place(config: GroupConfig, rank: int) -> shared_memory.Place:
     parallel = config.parallel
     return shared_memory.Place(rank=rank, size=parallel.tensor_parallel, timeout_s=parallel.step_timeout_s)
+
+
+def _symmetric_place(
+    config: GroupConfig, rank: int, model: RankModel, num_here: int
+) -> symmetric_memory.Place:
+    size, objection = config.parallel.tensor_parallel, ""
+    if num_here < size:
+        objection = "the ranks are on several machines"
+    elif not config.parallel.symmetric_memory:
+        objection = "parallel.symmetric_memory is false"
+    return symmetric_memory.Place(
+        rank=rank, size=size, message_bytes=model.decode_message_bytes, objection=objection
+    )
 
 
 def _process_group(

@@ -196,6 +196,11 @@ class RankModel:
         return ModelRunner(graphs, pool)
 
     @property
+    def decode_message_bytes(self) -> int:
+        """What the ranks add up at once in the largest step of decode rows alone."""
+        return self._max_rows() * self._checkpoint.spec.hidden_size * self._dtype.itemsize
+
+    @property
     def plans_ahead(self) -> bool:
         """Whether steps are to be planned ahead (`workers.engine.ahead`); after `load`."""
         schedule, is_gpu = self._config.schedule, self.device.type == "cuda"
