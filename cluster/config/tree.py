@@ -38,6 +38,7 @@ class ParallelSettings(BaseModel):
     threads_per_rank: int | None = None  # CPU threads; None: usable cores / ranks of the group on the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cuda_graphs: bool = True  # decode steps on a GPU are recorded at start and replayed
+    symmetric_memory: bool = True  # ranks on GPUs of one machine add up through it where they can
 
 
 class PoolConfig(BaseModel):
@@ -78,6 +79,7 @@ class PoolConfig(BaseModel):
             threads_per_rank=self.parallel.threads_per_rank,
             device=self.parallel.device,
             cuda_graphs=self.parallel.cuda_graphs,
+            symmetric_memory=self.parallel.symmetric_memory,
         )
         return GroupConfig(
             model=model,

@@ -94,10 +94,12 @@ class ThreadRanks:
     def spec(self) -> ModelSpec:
         return self.checkpoint.spec
 
-    def run(self, message: StepMessage, draws: Sequence[Draw] = ()) -> Drawn | None:
+    def run(
+        self, message: StepMessage, draws: Sequence[Draw] = (), *, ids_only: bool = False
+    ) -> Drawn | None:
         """As `ModelRunner.run` on every rank; what rank 0 returned."""
         others = [self._threads.submit(runner.run, message) for runner in self._runners[1:]]
-        drawn = self._runners[0].run(message, draws)
+        drawn = self._runners[0].run(message, draws, ids_only=ids_only)
         for other in others:
             other.result(_TIMEOUT_S)
         return drawn
