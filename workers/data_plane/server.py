@@ -107,7 +107,7 @@ class StreamServer:
         self._stats = GroupStats()
         self._report: GroupReport | None = None
         self._stats_sent_s = float("-inf")
-        self._failure: str | None = None
+        self._goodbye: Goodbye | None = None  # the group has ended, or ends
 
     # ---- life cycle
 
@@ -125,14 +125,14 @@ class StreamServer:
         if self._server is None:
             return
         server, self._server = self._server, None
-        self._failure = self._failure or reason
+        self._goodbye = self._goodbye or Goodbye(reason=reason, is_planned=is_planned)
         server.close()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
         if self._stats_timer is not None:
             self._stats_timer.cancel()
-        self._dismiss_all(reason, is_planned=is_planned)
+        self._dismiss_all(self._goodbye)
         self._is_stopped = True
 
     @property
@@ -178,7 +178,8 @@ class StreamServer:
             events += output.events
             self._stats = output.stats
             self._report = output.report or self._report
-            self._failure = self._failure or output.failure
+            if output.failure is not None:
+                self._goodbye = self._goodbye or Goodbye(reason=output.failure)
             for chunk in output.chunks:
                 if (reader := self._requests.pass_on(chunk, now_s)) is not None:
                     chunks.setdefault(reader, []).append(chunk)
@@ -188,8 +189,8 @@ class StreamServer:
             first_token_seconds_total=self._requests.first_token_seconds_total,
         )
         self._write(self._blocks.take(events), chunks)
-        if self._failure is not None:
-            self._dismiss_all(self._failure)
+        if self._goodbye is not None:
+            self._dismiss_all(self._goodbye)
 
     def _write(self, news: bytes, chunks: dict[str, list[TokenChunk]]) -> None:
         """One write per client that has something to read."""
@@ -284,9 +285,9 @@ class StreamServer:
         expected = hello_mac(self._secret, client.nonce, message.nonce, message.client_id)
         if not hmac.compare_digest(expected, message.mac):
             raise WireError(f"client {message.client_id!r} does not know the application's secret")
-        if self._failure is not None:
-            client.channel.send(Goodbye(reason=self._failure))
-            client.channel.close(self._failure)
+        if self._goodbye is not None:
+            client.channel.send(self._goodbye)
+            client.channel.close(self._goodbye.reason)
             return
         if (older := self._clients.get(message.client_id)) is not None:
             older.channel.drop("the client has connected again")
@@ -306,8 +307,8 @@ class StreamServer:
         assert self._engine is not None
         request = submit.request
         refusal: tuple[str, str] | None = None
-        if self._failure is not None:
-            refusal = "group_failed", self._failure
+        if self._goodbye is not None:
+            refusal = "group_failed", self._goodbye.reason
         elif submit.client_id not in self._clients:
             refusal = "client_not_connected", f"client {submit.client_id!r} is not there to read the tokens"
         elif request.request_id in self._requests:
@@ -378,9 +379,9 @@ class StreamServer:
                 if silent_s > self._limits.dead_after_s and may_judge:
                     client.channel.drop(f"silent for {silent_s:.1f} s")
 
-    def _dismiss_all(self, reason: str, *, is_planned: bool = False) -> None:
+    def _dismiss_all(self, goodbye: Goodbye) -> None:
         for client in list(self._connections.values()):
             self._leave(client)
             if client.client_id is not None:
-                client.channel.send(Goodbye(reason=reason, is_planned=is_planned))
-            client.channel.close(reason)
+                client.channel.send(goodbye)
+            client.channel.close(goodbye.reason)

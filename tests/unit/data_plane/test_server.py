@@ -202,6 +202,19 @@ def test_a_dead_engine_says_goodbye_after_the_last_chunks() -> None:
     run(test())
 
 
+def test_an_output_on_its_way_does_not_make_a_planned_end_a_failure() -> None:
+    async def test() -> None:
+        async with serving() as group:
+            reader = await Reader().connect(group)
+            await group.front.submit("router", request("a", max_tokens=100))
+            group.engine.step()
+            await group.server.stop("the replica is drained", is_planned=True)
+            await until(lambda: reader.reason is not None)
+            assert reader.messages[-1] == Goodbye(reason="the replica is drained", is_planned=True)
+
+    run(test())
+
+
 def test_stop_says_goodbye_and_takes_no_more_output() -> None:
     async def test() -> None:
         async with serving() as group:
