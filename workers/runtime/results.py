@@ -13,6 +13,7 @@ from workers.engine.step import (
     GrammarFailed,
     Sampled,
     SampleTask,
+    SequenceSlice,
     SliceResult,
     StepPlan,
     StepResult,
@@ -55,20 +56,26 @@ def results_of(plan: StepPlan, kernels: Kernels) -> StepResults:
     """Of a plan that is about to be computed."""
     for piece in plan.slices:
         takes_id_only = piece.sample is None or piece.sample.takes_id_only
-        if not takes_id_only or piece.num_drafts or piece.prompt_targets is not None:
+        if not takes_id_only or piece.prompt_targets is not None:
             return ResultBuilder(plan, kernels)
     return IdResults(plan)
 
 
 class IdResults:
-    """Implements StepResults for steps of which ids are all that is wanted, at most one a slice."""
+    """Implements StepResults for steps of which ids are all that is wanted."""
 
-    has_trees = False
     ids_only = True
 
     def __init__(self, plan: StepPlan) -> None:
         self._slices = plan.slices
-        self.draws = [draw_of(piece.sample) for piece in plan.slices if piece.sample is not None]
+        self.draws: list[Draw] = []
+        self.has_trees = False
+        for piece in plan.slices:
+            if piece.num_drafts:
+                self.draws += _draws_around(piece)
+                self.has_trees |= piece.draft_parents is not None
+            elif piece.sample is not None:
+                self.draws.append(draw_of(piece.sample))
         self._ids: list[int] = []
 
     def take(self, drawn: Drawn) -> None:
@@ -80,14 +87,53 @@ class IdResults:
 
     def results(self) -> StepResult:
         assert len(self._ids) == len(self.draws), f"{len(self._ids)} ids for {len(self.draws)} rows"
-        ids = iter(self._ids)
-        return StepResult(
-            slices=[SliceResult() if piece.sample is None else _of_id(next(ids)) for piece in self._slices]
-        )
+        found, first = [], 0
+        for piece in self._slices:
+            if piece.num_drafts:
+                ids = self._ids[first : first + piece.num_drafts + 1]
+                first += len(ids)
+                found.append(_of_ids(piece, ids))
+            elif piece.sample is not None:
+                found.append(_of_id(self._ids[first]))
+                first += 1
+            else:
+                found.append(SliceResult())
+        return StepResult(slices=found)
 
 
 def _of_id(token_id: int) -> SliceResult:
     return _NON_FINITE if token_id == NOT_FINITE else SliceResult(sampled=(Sampled(token_id=token_id),))
+
+
+def _of_ids(piece: SequenceSlice, token_ids: Sequence[int]) -> SliceResult:
+    """Of a slice with guesses: what was sampled before and after each of them."""
+    if NOT_FINITE in token_ids:
+        return _NON_FINITE
+    rows = _true_rows(piece, token_ids)
+    kept = token_ids if piece.draft_parents is None else [token_ids[row] for row in rows]
+    return SliceResult(sampled=tuple(Sampled(token_id=each) for each in kept), rows=rows)
+
+
+def _draws_around(piece: SequenceSlice) -> list[Draw]:
+    """How ids are drawn before and after each guess of a slice: as deep in the tree, alike."""
+    assert piece.sample is not None, "guesses after which nothing is sampled"
+    depths = [0]
+    for index in range(piece.num_drafts):
+        depths.append(1 + depths[index if piece.draft_parents is None else piece.draft_parents[index] + 1])
+    draws = [draw_of(piece.sample, num_drafts) for num_drafts in range(max(depths) + 1)]
+    return [draws[depth] for depth in depths]
+
+
+def _true_rows(piece: SequenceSlice, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Of a tree, the rows along the guesses that came true, as in `SliceResult`; else ()."""
+    if piece.draft_parents is None:
+        return ()
+    rows = [0]
+    # A draft comes after the one that it follows.
+    for row, (parent, draft) in enumerate(zip(piece.draft_parents, piece.drafts, strict=True), 1):
+        if parent + 1 == rows[-1] and draft == token_ids[rows[-1]]:
+            rows.append(row)
+    return tuple(rows)
 
 
 class _Use(NamedTuple):
@@ -120,7 +166,6 @@ class ResultBuilder:
         self._sampled: dict[int, list[Sampled]] = {}
         self._candidates: dict[int, tuple[Candidate, ...]] = {}
         self._scores: dict[int, list[TokenLogprob]] = {}
-        self._rows: dict[int, tuple[int, ...]] = {}  # of trees
         self._errors: dict[int, SliceResult] = {}
 
     @property
@@ -149,32 +194,22 @@ class ResultBuilder:
 
     def results(self) -> StepResult:
         assert self._taken == len(self._uses), "fewer logit rows than the plan asks for"
-        return StepResult(
-            slices=tuple(
-                self._errors[index]
-                if index in self._errors
-                else SliceResult(
-                    sampled=self._sampled_in(index),
-                    rows=self._rows.get(index, ()),
-                    candidates=self._candidates.get(index, ()),
-                    prompt_logprobs=tuple(self._scores.get(index, ())),
-                )
-                for index in range(len(self._plan.slices))
-            )
-        )
+        return StepResult(slices=tuple(map(self._result, range(len(self._plan.slices)))))
 
-    def _sampled_in(self, index: int) -> tuple[Sampled, ...]:
-        """Of a tree those along the drafts that came true."""
-        found, piece = tuple(self._sampled.get(index, ())), self._plan.slices[index]
-        if piece.draft_parents is None or not found:
-            return found
-        rows, followers = [0], list(enumerate(zip(piece.draft_parents, piece.drafts, strict=True), 1))
-        # A draft comes after the one that it follows.
-        for row, (parent, draft) in followers:
-            if parent + 1 == rows[-1] and draft == found[rows[-1]].token_id:
-                rows.append(row)
-        self._rows[index] = tuple(rows)
-        return tuple(found[row] for row in rows)
+    def _result(self, index: int) -> SliceResult:
+        """Of the slice of this index."""
+        if index in self._errors:
+            return self._errors[index]
+        sampled: Sequence[Sampled] = tuple(self._sampled.get(index, ()))
+        rows: tuple[int, ...] = ()
+        if sampled:
+            rows = _true_rows(self._plan.slices[index], [each.token_id for each in sampled])
+        return SliceResult(
+            sampled=tuple(sampled[row] for row in rows) if rows else sampled,
+            rows=rows,
+            candidates=self._candidates.get(index, ()),
+            prompt_logprobs=tuple(self._scores.get(index, ())),
+        )
 
     def _sample(self, drawn: Drawn, uses: list[_Use], rows: list[int]) -> None:
         rows = [row for row in rows if self._is_free(uses[row])]

@@ -50,12 +50,12 @@ def is_greedy(params: SamplingParams) -> bool:
     )
 
 
-def draw_of(task: SampleTask) -> Draw:
-    """How its token is drawn."""
+def draw_of(task: SampleTask, num_drafts: int = 0) -> Draw:
+    """How its token is drawn, when so many drafts more come before it."""
     params = task.params
     if is_greedy(params):
         return BEST
-    position = len(task.prompt_token_ids) + task.num_new
+    position = len(task.prompt_token_ids) + task.num_new + num_drafts
     return Draw(
         temperature=params.temperature,
         top_k=max(0, params.top_k),

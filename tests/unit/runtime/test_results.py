@@ -13,6 +13,7 @@ from workers.kernels import NOT_FINITE, Drawn, kernels_for
 from workers.runtime.results import IdResults, ResultBuilder, StepResults, results_of
 
 VOCAB_SIZE = 50
+_DRAFT_IDS = 3  # few, so that some come true
 KERNELS = kernels_for(torch.device("cpu"), torch.float32)
 
 
@@ -24,6 +25,13 @@ def _plan(draw: random.Random) -> StepPlan:
         token_ids = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 4))]
         chosen = replace(sample, takes_id_only=True) if is_sampled else None
         slices.append(piece(token_ids, blocks=[block], sample=chosen))
+        if is_sampled and draw.random() < 0.5:
+            num_drafts = draw.randint(1, 4)
+            drafts = [draw.randrange(_DRAFT_IDS) for _ in range(num_drafts)]
+            parents = [draw.randint(-1, index - 1) for index in range(num_drafts)]
+            slices[-1].token_ids = token_ids + drafts
+            slices[-1].num_drafts = num_drafts
+            slices[-1].draft_parents = parents if draw.random() < 0.7 else None
     return StepPlan(number=1, slices=slices)
 
 
@@ -37,20 +45,23 @@ def _results(of: StepResults, draw: random.Random, logits: torch.Tensor) -> Step
 
 
 def test_ids_alone_and_any_results_are_the_same() -> None:
-    num_broken = 0
+    num_broken = num_right = 0
     for seed in range(200):
         draw = random.Random(seed)
         plan = _plan(draw)
         own, other = results_of(plan, KERNELS), ResultBuilder(plan, KERNELS)
         assert isinstance(own, IdResults)
         assert list(own.draws) == list(other.draws)
+        assert own.has_trees == other.has_trees
         logits = torch.randn(len(own.draws), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+        logits[:, :_DRAFT_IDS] += 4
         logits[draw.randrange(len(logits)), 3] = draw.choice([0.0, float("nan")])
         found = [each.slices for each in (_results(own, draw, logits), _results(other, draw, logits))]
         for mine, theirs in zip(*found, strict=True):
             assert mine == replace(theirs, sampled=tuple(theirs.sampled))
             num_broken += mine.error is not None
-    assert num_broken > 20
+            num_right += len(mine.rows) > 1
+    assert num_broken > 20 and num_right > 20
 
 
 def test_ids_that_come_later_are_the_same() -> None:
@@ -68,7 +79,7 @@ def test_whoever_wants_more_than_ids_gets_it() -> None:
     for other in (
         piece([2], blocks=[1], sample=task(num_logprobs=1)),
         piece([2, 3], blocks=[1], sample=plain, targets=[3, 4]),
-        replace(piece([2, 3], blocks=[1], sample=plain), num_drafts=1),
+        replace(piece([2, 3], blocks=[1], sample=task(num_logprobs=1)), num_drafts=1),
     ):
         plan = StepPlan(number=1, slices=[several, other])
         assert isinstance(results_of(plan, KERNELS), ResultBuilder)
