@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from workers.kv_format import check_pages, row_bytes
@@ -93,6 +95,7 @@ class PagedCache:
         self.numbers = pages[..., :num_bytes].view(form.dtype).view(*shape, form.block_size, form.head_dim)
         self.scales = pages[..., num_bytes:].view(torch.float16) if form.dtype == torch.int8 else None
         self.layers = tuple(self._layer(index) for index in range(form.num_layers))
+        self._host_rows = self._rows_on_host() if memory.device.type == "cpu" else None
 
     @staticmethod
     def zeros(num_blocks: int, form: CacheForm) -> PagedCache:
@@ -111,17 +114,17 @@ class PagedCache:
         """Copies keys and values of the slots (block * block_size + offset) `sources`, all at once, to
         `targets`: of all heads and layers.
 
-        On the host slot by slot: there are few, and an index of all of them makes threads of torch's own,
-        which wait behind those of the kernels.
+        On the host slot by slot, and not by torch, which takes long to be asked: there are few, and an index
+        of all of them makes threads of torch's own, which wait behind those of the kernels.
         """
-        if self.device.type != "cpu":  # two kernels, instead of two launches a slot
+        if self._host_rows is None:  # two kernels, instead of two launches a slot
             self._move_at_once(sources, targets)
             return
-        for rows in (self.numbers, self.scales):
-            if rows is not None:
-                moved = [self._slot(rows, source).clone() for source in sources]
-                for target, row in zip(targets, moved, strict=True):
-                    self._slot(rows, target).copy_(row)
+        there, here = ([divmod(slot, self.block_size) for slot in slots] for slots in (sources, targets))
+        for rows in self._host_rows:
+            moved = [rows[block, :, :, :, offset].copy() for block, offset in there]
+            for (block, offset), row in zip(here, moved, strict=True):
+                rows[block, :, :, :, offset] = row
 
     def _move_at_once(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         every, size = slice(None), self.block_size
@@ -131,9 +134,11 @@ class PagedCache:
                 moved = rows[there // size, every, every, every, there % size]
                 rows[here // size, every, every, every, here % size] = moved
 
-    def _slot(self, rows: torch.Tensor, slot: int) -> torch.Tensor:
-        block, offset = divmod(slot, self.block_size)
-        return rows[block, :, :, :, offset]
+    def _rows_on_host(self) -> list[npt.NDArray[np.uint8]]:
+        """Numbers, and scales where there are any:
+        (num_blocks, kv_heads, layers, 2, block_size, bytes of a row)."""
+        rows = [self.numbers] if self.scales is None else [self.numbers, self.scales[..., None]]
+        return [each.view(torch.uint8).numpy() for each in rows]
 
     def _layer(self, index: int) -> LayerCache:
         numbers = self.numbers[:, :, index]
