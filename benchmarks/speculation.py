@@ -4,8 +4,13 @@
                                      [--batches 1 8 32] [--runs N] [--output FILE]
 
 Prompts are of two kinds: `copy` asks for a text again (quoted, corrected, shortened), `chat` has questions.
-Tokens a second of the whole engine, medians over the runs, and their ratio; tokens a step; the share of the
-guesses that were right. A busy machine makes the times worthless, not the counts.
+At batch 1 each is answered alone. A larger batch stays full: as an answer ends another one begins, until
+there are as many tokens as all of the first would have at most. Else guesses that bring some answers
+forward would be measured by the wait for the longest.
+
+Tokens a second of the whole engine, medians over the runs, and their ratio to plain decoding by the same
+loaded model (where its weights lie makes a difference, too); tokens a step; the share of guesses that were
+right. A busy machine makes the times worthless, not the counts.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
@@ -61,10 +66,10 @@ _PROMPTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One batch of answers."""
+    """Answers to the prompts of a batch."""
 
     seconds: float
-    answers: list[tuple[int, ...]]
+    answers: list[tuple[int, ...]]  # in the order of the prompts, and then of their beginning; some cut off
     num_steps: int
     num_drafted: int
     num_accepted: int
@@ -88,20 +93,26 @@ class Subject:
         self._number = 0
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> Run:
-        """All prompts at once."""
+        """All prompts at once, with answers of `new_tokens` at most. Of several, one that has been answered
+        makes room for the first ones again."""
         engine, before = self._engine, self._engine.stats()
         answers: dict[RequestId, list[int]] = {}
-        for prompt in prompts:
-            self._number += 1
-            name = RequestId(f"bench-{self._number}")
-            answers[name] = []
-            sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0)
-            engine.add(GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling))
+        running: set[RequestId] = set()
+        left = len(prompts) * new_tokens
         started = perf_counter()
-        while engine.has_work():
+        while left > 0 and (len(prompts) > 1 or len(answers) == len(running)):
+            while len(running) < len(prompts):
+                running.add(self._ask(prompts[len(answers) % len(prompts)], new_tokens, answers))
             for chunk in engine.step():
                 answers[chunk.request_id] += chunk.token_ids
+                left -= len(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    running.remove(chunk.request_id)
         seconds, after = perf_counter() - started, engine.stats()
+        for name in running:
+            engine.abort(name)
+        while engine.has_work():
+            engine.step()
         return Run(
             seconds=seconds,
             answers=[tuple(answer) for answer in answers.values()],
@@ -109,6 +120,23 @@ class Subject:
             num_drafted=after.drafted_tokens_total - before.drafted_tokens_total,
             num_accepted=after.accepted_tokens_total - before.accepted_tokens_total,
         )
+
+    def _ask(self, prompt: list[int], new_tokens: int, answers: dict[RequestId, list[int]]) -> RequestId:
+        """Begins an answer, which is empty yet."""
+        self._number += 1
+        name = RequestId(f"bench-{self._number}")
+        answers[name] = []
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0)
+        self._engine.add(GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling))
+        return name
+
+
+class Pair(NamedTuple):
+    """An engine that guesses, and one that does not, over one group."""
+
+    name: str  # the method
+    plain: Subject
+    guessing: Subject
 
 
 def main() -> None:
@@ -131,20 +159,18 @@ def main() -> None:
         parallel=ParallelConfig(device="cpu", threads_per_rank=options.threads),
     )
     rows = []
-    plans = {"none": SpeculativeConfig()}
-    for wanted in options.methods:
-        method, _, folder = wanted.partition("=")
-        plans[wanted] = SpeculativeConfig(
-            method=method, model=folder, max_draft_tokens=options.max_draft_tokens
-        )
     with ExitStack() as stack:
         shared = stack.enter_context(LocalGroup(config))
-        subjects = {}
-        for name, plan in plans.items():
-            group = shared
-            if plan.model:  # it lies beside a model of its own
+        plain = Subject(shared, config, SpeculativeConfig())
+        pairs = []
+        for wanted in options.methods:
+            method, _, folder = wanted.partition("=")
+            plan = SpeculativeConfig(method=method, model=folder, max_draft_tokens=options.max_draft_tokens)
+            group, beside = shared, plain
+            if folder:  # it lies beside a model of its own
                 group = stack.enter_context(LocalGroup(replace(config, speculative=plan)))
-            subjects[name] = Subject(group, config, plan)
+                beside = Subject(group, config, SpeculativeConfig())
+            pairs.append(Pair(wanted, beside, Subject(group, config, plan)))
         for kind, texts in _PROMPTS.items():
             chats = [[{"role": "user", "content": text}] for text in texts]
             prompts = [
@@ -152,8 +178,9 @@ def main() -> None:
                 for chat in chats
             ]
             for batch in options.batches:
-                found = _in_turn(subjects, _batches(prompts, batch), options)
-                rows += [_row(kind, batch, method, runs, found["none"]) for method, runs in found.items()]
+                for pair in pairs:
+                    plain_runs, runs = _in_turn(pair, _batches(prompts, batch), options)
+                    rows.append(_row(f"{kind} b{batch}", pair.name, runs, plain_runs))
     if options.output is not None:
         options.output.write_text(json.dumps({"machine": facts(), "rows": rows}))
 
@@ -166,25 +193,26 @@ def _batches(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
 
 
 def _in_turn(
-    subjects: dict[str, Subject], batches: list[list[list[int]]], options: argparse.Namespace
-) -> dict[str, list[list[Run]]]:
-    """Of each subject, its runs of all batches. Raises SystemExit when answers differ."""
-    found: dict[str, list[list[Run]]] = {name: [] for name in subjects}
+    pair: Pair, batches: list[list[list[int]]], options: argparse.Namespace
+) -> tuple[list[list[Run]], list[list[Run]]]:
+    """The runs of all batches without guesses, and with them. Raises SystemExit when answers differ."""
+    found: tuple[list[list[Run]], list[list[Run]]] = ([], [])
     for _ in range(options.runs):
-        for name, subject in subjects.items():
-            found[name].append([subject.run(batch, options.new_tokens) for batch in batches])
-    expected = [run.answers for run in found["none"][0]]
-    for name, runs in found.items():
-        for each in runs:
-            if [run.answers for run in each] != expected:
-                raise SystemExit(f"{name} answers otherwise than plain decoding")
+        for runs, subject in zip(found, (pair.plain, pair.guessing), strict=True):
+            runs.append([subject.run(batch, options.new_tokens) for batch in batches])
+    for index in range(len(batches)):
+        first = found[0][0][index].answers
+        for runs in found:
+            for each in runs:
+                for answer, expected in zip(each[index].answers, first, strict=False):
+                    length = min(len(answer), len(expected))
+                    if answer[:length] != expected[:length]:
+                        raise SystemExit(f"{pair.name} answers otherwise than plain decoding")
     return found
 
 
-def _row(
-    kind: str, batch: int, method: str, runs: list[list[Run]], plain: list[list[Run]]
-) -> dict[str, object]:
-    """Prints and returns what one subject reached."""
+def _row(work: str, method: str, runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, object]:
+    """Prints and returns what guesses reached."""
     rate, plain_rate = _rate(runs), _rate(plain)
     all_runs = [run for each in runs for run in each]
     steps = sum(run.num_steps for run in all_runs)
@@ -192,13 +220,14 @@ def _row(
         sum(getattr(run, name) for run in all_runs) for name in ("num_drafted", "num_accepted")
     )
     row = {
-        "work": f"{kind} b{batch}",
+        "work": work,
         "method": method,
+        "plain_tokens_per_s": round(plain_rate, 1),
         "tokens_per_s": round(rate, 1),
         "ratio_to_plain": round(rate / plain_rate, 3),
         "tokens_per_step": round(sum(run.num_tokens for run in all_runs) / steps, 2),
         "accepted": round(accepted / drafted, 3) if drafted else None,
-        "seconds": [[round(run.seconds, 4) for run in each] for each in runs],
+        "seconds": [[round(run.seconds, 4) for run in each] for each in (*plain, *runs)],
     }
     print({name: value for name, value in row.items() if name != "seconds"}, flush=True)
     return row
