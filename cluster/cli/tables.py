@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +26,14 @@ def visible(text: str) -> str:
 
 
 class _Table(Table):
-    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        made = [visible(cell) if isinstance(cell, str) else cell for cell in cells]
-        super().add_row(*made, **options)
+    def add_row(
+        self,
+        *renderables: RenderableType | None,
+        style: StyleType | None = None,
+        end_section: bool = False,
+    ) -> None:
+        made = [visible(cell) if isinstance(cell, str) else cell for cell in renderables]
+        super().add_row(*made, style=style, end_section=end_section)
 
 
 def table(*headings: str, left: Sequence[str] = (), prose: str = "") -> Table:
