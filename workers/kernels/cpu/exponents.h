@@ -15,15 +15,10 @@ struct Exponents {
     const __m512 least = _mm512_set1_ps(MAGIC);
     const __m512 a = _mm512_max_ps(_mm512_fmadd_ps(first, scale, offset), least);
     const __m512 b = _mm512_max_ps(_mm512_fmadd_ps(second, scale, offset), least);
-    return curve(_mm512_permutex2var_epi16(_mm512_castps_si512(a), low_halves(), _mm512_castps_si512(b)));
+    return curve(_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_castps_si512(a), _mm512_slli_epi32(_mm512_castps_si512(b), 16)));
   }
 
  private:
-  // Where the low halves of two vectors come from when they are interleaved.
-  static __m512i low_halves() {
-    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm512_add_epi32(_mm512_slli_epi32(lane, 17), _mm512_add_epi32(_mm512_slli_epi32(lane, 1), _mm512_set1_epi32(32 << 16)));
-  }
   // 1 + f - 2^f = f (1 - f) (0.3042 + 0.0780 f), to 1e-4, is taken off the places f.
   static __m512i curve(__m512i x) {
     const __m512i f = _mm512_slli_epi16(x, 7), bend = _mm512_mulhi_epu16(f, _mm512_sub_epi16(_mm512_setzero_si512(), f));
