@@ -120,7 +120,7 @@ template <long D> void attend_tiles(const Attention<bf16>& a, const AttentionTas
   const auto position = [&](long r) { return span.start + (span.is_tree ? long(paths[size_t(r / group)].size()) - 1 : r / group); };
   const TileRoom<D> room(s, a.d, tiles + span.is_tree);
   const bool few = tiles == 1 && !span.is_tree, fewest = few && rows <= 4;
-  TiledTask<D> work(a, room, fewest ? 4 : ROWS);
+  TiledTask<D> work(a, room, fewest ? 4 : ROWS, few);
   for (long t = 0; t < tiles; t++)
     work.begin(t, std::min<long>(ROWS, rows - t * ROWS), [&](long l) { return query(t * ROWS + l); }, [&](long l) { return position(t * ROWS + l); });
   each_key_group(a, task, next, span, [&](const KeyGroup<bf16>& now, const KeyGroup<bf16>& then, long base) {

@@ -8,14 +8,14 @@
 
 constexpr int ROWS = 16, KEY_TILES = KEYS / 16, VALUE_BLOCKS = KEYS / 32;
 
-// Tiles of values whose products are sums of probabilities: with rows of elements, and with rows of keys.
-struct OnesTiles {
-  alignas(64) uint16_t below[512] = {}, all[512] = {};  // a row of ones and none else; nothing but ones
-  constexpr OnesTiles() {
-    for (int i = 0; i < 512; i++) all[i] = 0x3f80, below[i] = i < 32 ? 0x3f80 : 0;
+// A tile of values whose products are sums of probabilities.
+struct OnesTile {
+  alignas(64) uint16_t numbers[512];
+  constexpr OnesTile() : numbers() {
+    for (auto& each : numbers) each = 0x3f80;
   }
 };
-inline constexpr OnesTiles ONES;
+inline constexpr OnesTile ONES;
 
 // Where everything of a task lies; grown by the thread that owns it. D: the elements of a head, or 0: as said at run time.
 template <long D> struct TileRoom {

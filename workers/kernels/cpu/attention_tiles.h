@@ -2,7 +2,7 @@
 //
 // Query rows go in tiles of 16, one a lane: scores of 16 keys and 16 rows are K * Q^T, with keys as they lie in their
 // pages, and outputs are V^T * P^T. Softmax so runs down the lanes. Probabilities are bf16 made in integers, and their sum
-// is one more row of the second product: V^T has a row of ones below it.
+// is one more row of the second product: V^T has a row of ones below it, in a tile of that row alone, which takes little time.
 //
 //   scores   (64 keys, 16 rows) float   = keys (64, d) * queries (d / 2, 16, 2)
 //   output   (d + 1, 16 rows) float    += values (d + 1, 64) * weights (32, 16, 2)
@@ -17,9 +17,9 @@
 
 template <long D> class TiledTask {
  public:
-  // lanes: of rows, 16, or 4 for fold_few<4>.
-  TiledTask(const Attention<bf16>& a, const TileRoom<D>& room, int lanes)
-      : lanes(lanes), a(a), room(room), unit(_mm512_set1_ps((a.cap > 0.f ? 1.f : a.scale) * 1.44269504f * Exponents::STEPS)), tiles(shapes(lanes)) {}
+  // lanes: of rows, 16, or 4 for fold_few<4>. few: whether fold_few is to be used, or fold.
+  TiledTask(const Attention<bf16>& a, const TileRoom<D>& room, int lanes, bool few)
+      : lanes(lanes), a(a), room(room), unit(_mm512_set1_ps((a.cap > 0.f ? 1.f : a.scale) * 1.44269504f * Exponents::STEPS)), tiles(few ? few_shapes(lanes) : shapes()) {}
 
   // Row tile t: `rows` queries, at most 16, and the position that each has; nothing attended so far.
   template <class Query, class Position> void begin(long t, long rows, Query query, Position position) {
@@ -79,7 +79,7 @@ template <long D> class TiledTask {
       if (two) tiles.load<4>(to + 16, size_t(few_stride()) * 4);
       for (int block = 0; block < blocks; block++) {
         tiles.load<5>(room.weights[1] + block * TILE_BYTES, 64);
-        tiles.load<6>(two ? value_tile(first, block) : (const char*)ONES.all, 64);
+        tiles.load<6>(two ? (const void*)value_tile(first, block) : ONES.numbers, 64);
         tiles.multiply<3, 5, 6>();
         if (two) {
           tiles.load<7>(value_tile(first + 1, block), 64);
@@ -132,10 +132,16 @@ template <long D> class TiledTask {
   int fetched = 0, num_fetches = 0;  // eighths of them
   const char* key_tiles[KEY_TILES];
   size_t key_stride;
-  Tiles tiles;  // 0 to 4: output or scores; 5, 6: values or keys; 7: weights or queries. Of few rows see shapes
+  Tiles tiles;
 
-  // Of few rows: 0, 1: scores; 2: queries; 3, 4: output; 5: weights; 6, 7: keys or values.
-  static TileShapes shapes(int lanes) {
+  // 0 to 3: scores or output; 4: sums of weights, a row; 5: keys or values; 6: a row of ones; 7: queries or weights.
+  static TileShapes shapes() {
+    TileShapes shapes;
+    for (int t = 0; t < 8; t++) shapes.set(t, t == 4 || t == 6 ? 1 : 16, 64);
+    return shapes;
+  }
+  // 0, 1: scores; 2: queries; 3, 4: output; 5: weights; 6, 7: keys or values.
+  static TileShapes few_shapes(int lanes) {
     TileShapes shapes;
     for (int t = 0; t < 3; t++) shapes.set(t, 16, lanes * 4);
     for (int t = 3; t < 6; t++) shapes.set(t, lanes, 64);
@@ -208,17 +214,14 @@ template <long D> class TiledTask {
     return j < now.count ? PairProducts::pairs_at(now.v[j], i, room.d()) : _mm512_setzero_si512();
   }
   char* value_tile(long tile, int block) const { return room.values + (tile * VALUE_BLOCKS + block) * TILE_BYTES; }
-  const char* value_or_ones(long tile, int block) const {
-    return tile < room.value_tiles() ? value_tile(tile, block) : (const char*)ONES.below;
-  }
 
   void score(long t, int count) {
     tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
     for (long b = 0; b < room.blocks(); b++) {
       tiles.load<7>(queries(t) + b * TILE_BYTES, 64);
       each_tile(count, [&](auto c) {
-        tiles.load<5 + c() % 2>(key_tiles[c()] + b * 64, key_stride);
-        tiles.multiply<c(), 5 + c() % 2, 7>();
+        tiles.load<5>(key_tiles[c()] + b * 64, key_stride);
+        tiles.multiply<c(), 5, 7>();
         fetch(2);
       });
     }
@@ -317,22 +320,33 @@ template <long D> class TiledTask {
     r[2] = _mm512_shuffle_i64x2(c, d, 0x44), r[3] = _mm512_shuffle_i64x2(c, d, 0xee);
   }
   // Half of the second product of a row tile, over `blocks` blocks of 32 keys. The tiles of output are taken in parts of at
-  // most five, each in two moves.
+  // most four, each in two moves; the sums go with the last ones.
   void add_values(long t, int half, int blocks) {
-    const long count = room.value_tiles() + 1, parts = (count + 4) / 5;
+    const long count = room.value_tiles(), parts = (count + 3) / 4;
     for (long move = half * parts; move < (half + 1) * parts; move++) {
-      const long first = move / 2 * 5;
-      const int n = int(std::min(5L, count - first)), block = int(move % 2);
-      float* to = out(t) + first * 256;
-      if (block == 0) each_tile(n, [&](auto c) { tiles.load<c()>(to + c() * 256, 64); });
+      const long first = move / 2 * 4;
+      const int n = int(std::min(4L, count - first)), block = int(move % 2);
+      const bool with_sums = first + n == count;
+      float *to = out(t) + first * 256, *sums = out(t) + count * 256;
+      if (block == 0) {
+        each_tile(n, [&](auto c) { tiles.load<c()>(to + c() * 256, 64); });
+        if (with_sums) tiles.load<4>(sums, 64);
+      }
       if (block < blocks) {
         tiles.load<7>(room.weights[t & 1] + block * TILE_BYTES, 64);
         each_tile(n, [&](auto c) {
-          tiles.load<5 + c() % 2>(value_or_ones(first + c(), block), 64);
-          tiles.multiply<c(), 5 + c() % 2, 7>();
+          tiles.load<5>(value_tile(first + c(), block), 64);
+          tiles.multiply<c(), 5, 7>();
         });
+        if (with_sums) {
+          tiles.load<6>(ONES.numbers, 64);
+          tiles.multiply<4, 6, 7>();
+        }
       }
-      if (block == 1) each_tile(n, [&](auto c) { tiles.store<c()>(to + c() * 256, 64); });
+      if (block == 1) {
+        each_tile(n, [&](auto c) { tiles.store<c()>(to + c() * 256, 64); });
+        if (with_sums) tiles.store<4>(sums, 64);
+      }
     }
   }
   template <class F> static void each_tile(int n, F f) {
@@ -340,7 +354,6 @@ template <long D> class TiledTask {
     if (n > 1) f(std::integral_constant<int, 1>());
     if (n > 2) f(std::integral_constant<int, 2>());
     if (n > 3) f(std::integral_constant<int, 3>());
-    if (n > 4) f(std::integral_constant<int, 4>());
   }
 };
 #endif
