@@ -52,6 +52,11 @@ class Guardian:
         with suppress(OSError, subprocess.TimeoutExpired):
             self._process.communicate(_STOPPED, timeout=5.0)
 
+    def end_all(self) -> None:
+        """What runs is not known: the guardian ends it, as when the starter is gone."""
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._process.communicate(timeout=2 * (_TERM_S + _KILL_S))
+
 
 def main() -> None:
     """The guardian's side: wait for the word, or for the end of the pipe."""

@@ -98,7 +98,7 @@ def _start_head(num_cpus: int | None, dashboard_port: int, report: Report, timeo
         folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))  # short: Unix sockets are made inside
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         guardian = Guardian.start(mark, folder)
-        undo.callback(guardian.dismiss)
+        undo.callback(guardian.end_all)  # Ctrl-C may come when the head runs and Popen has not returned
         log = folder / "head.log"
         with log.open("wb") as output:
             head = subprocess.Popen(

@@ -79,7 +79,7 @@ def running(
         folder = Path(tempfile.mkdtemp(prefix="tandem-prometheus-"))  # only its owner may look into it
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         mark = secrets.token_hex(8)
-        undo.callback(Guardian.start(mark, folder).dismiss)
+        undo.callback(Guardian.start(mark, folder).end_all)  # of one that Ctrl-C came to while it started
         (folder / _RULES).write_text(yaml.safe_dump(alerts.rules(), sort_keys=False), encoding="utf-8")
         file = folder / "prometheus.yml"
         file.write_text(yaml.safe_dump(dict(config(folder)), sort_keys=False), encoding="utf-8")

@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.launch.errors import LaunchError
+from cluster.launch.marked import MARK, end_marked, marked_processes
 from cluster.launch.ports import free_port
 from cluster.observe.local_prometheus import running
 
@@ -81,3 +84,31 @@ def test_a_command_that_is_killed_leaves_neither_it_nor_its_folder(program: Path
     starter.communicate(timeout=10)
     assert within(10.0, lambda: not Path(f"/proc/{pid}/exe").exists())
     assert within(10.0, lambda: not list((tmp_path / "temporary").iterdir()))
+
+
+def test_an_interrupt_while_it_is_started_leaves_neither_it_nor_its_folder(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks: list[str] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        """The process runs, and Ctrl-C comes before it can be known to whoever starts it."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            if mark := options["env"].get(MARK):
+                marks.append(mark)
+                raise KeyboardInterrupt
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt), running(program, lambda folder: {}, port=free_port()):
+            raise AssertionError("it was not interrupted")
+        (mark,) = marks
+        assert list(marked_processes(mark)) == []
+        assert list((tmp_path / "temporary").iterdir()) == []
+    finally:
+        for mark in marks:
+            end_marked(mark, term_s=0.0, kill_s=5.0)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.launch.errors import LaunchError
 from cluster.launch.local_cluster import start_local_cluster
+from cluster.launch.marked import MARK, end_marked, marked_processes
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xff"])
@@ -75,3 +78,32 @@ def test_a_start_that_fails_at_once_leaves_a_token_for_the_next_and_no_folder(
     assert list((tmp_path / "temporary").iterdir()) == []
     assert [file.name for file in token.parent.iterdir()] == ["token"]
     assert (len(token.read_text()), token.stat().st_mode & 0o777) == (64, 0o600)
+
+
+def test_an_interrupt_while_the_head_is_started_leaves_no_process_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks: list[str] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        """The process runs, and Ctrl-C comes before it can be known to whoever starts it."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            if mark := options["env"].get(MARK):
+                marks.append(mark)
+                raise KeyboardInterrupt
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start_local_cluster()
+        (mark,) = marks
+        assert list(marked_processes(mark)) == []
+        assert list((tmp_path / "temporary").iterdir()) == []
+    finally:
+        for mark in marks:
+            end_marked(mark, term_s=0.0, kill_s=5.0)
