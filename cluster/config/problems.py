@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+_POSITION = re.compile(r"\[([0-9]{1,9})\]")  # in a list, as `join` writes it; keys may hold brackets, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +67,10 @@ def unknown_key(path: str, key: str, allowed: Iterable[str], *, line: int | None
 
 def parts_of(path: str) -> tuple[str | int, ...]:
     """The reverse of `join`."""
-    parts: list[str | int] = []
-    for part in path.replace("[", ".[").split("."):
-        parts.append(int(part[1:-1]) if part.startswith("[") else part)
-    return tuple(parts)
+    return tuple(
+        int(found[1]) if (found := _POSITION.fullmatch(part)) else part
+        for part in _POSITION.sub(r".[\1]", path).split(".")
+    )
 
 
 def join(*parts: str | int) -> str:

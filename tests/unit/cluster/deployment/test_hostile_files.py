@@ -39,6 +39,8 @@ GOOD: dict[str, Any] = {
 }
 JUNK: list[Any] = [None, True, 0, -1, 10**30, 0.5, "", "x", "\0", "8000", [], [None], [[]], {}, {"x": None}]
 
+KEYS = ["", ".", "x.y", "[", "[0]", "x[0]", "x[y", "[y]", f"[{'9' * 5000}]", "\0", "é"]
+
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """The path of every value."""
@@ -58,6 +60,13 @@ def put(tree: Any, path: tuple[str | int, ...], value: Any) -> Any:
         node = node[key]
     node[path[-1]] = value
     return changed
+
+
+def at(tree: Any, path: tuple[str | int, ...]) -> Any:
+    """The value at a place."""
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 @pytest.fixture
@@ -87,3 +96,15 @@ def test_any_value_in_any_place_is_taken_or_refused(
             assert type(deployment.port) is int
             assert all(type(count) is int for count in deployment.num_replicas.values())
             assert deployment.num_cpus() >= 0
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: ascii(key)[:10])
+def test_any_key_in_any_mapping_is_refused_at_its_line(tmp_path: Path, good: Any, key: str) -> None:
+    file = tmp_path / "changed.yaml"
+    for place in places(GOOD):
+        if not isinstance(at(good, place), dict) or "policy_kwargs" in place:
+            continue
+        file.write_text(json.dumps(put(good, (*place, key), 1), indent=1))
+        with pytest.raises(ConfigError) as caught:
+            check_all(read_deployment(file), str(file), CommandLine())
+        assert all(problem.line for problem in caught.value.problems), caught.value
