@@ -14,7 +14,6 @@ pairs and context that are really read), and transfers between groups.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,6 +24,7 @@ from workers.regular_file import read_regular
 SCHEMA = "tandem.step-cost.1"
 DEFAULT_STEP_TOKENS = 512  # as workers.config.ScheduleConfig.max_step_tokens
 _MAX_FILE_BYTES = 1 << 22
+_MOST = 1e9  # of a coefficient: far above any use, and sums stay finite
 
 
 class StepCostError(ValueError):
@@ -63,8 +63,10 @@ class StepCost:
         for entry in fields(self):
             value = getattr(self, entry.name)
             least = 1.0 if entry.name == "blend" else 0.0
-            if not (isinstance(value, int | float) and math.isfinite(value) and value >= least):
-                raise StepCostError(f"{entry.name} is {value!r}: it must be a number of at least {least:g}")
+            if not (isinstance(value, int | float) and least <= value <= _MOST):
+                raise StepCostError(
+                    f"{entry.name} is {repr(value)[:40]}: it must be a number from {least:g} to {_MOST:g}"
+                )
 
     def seconds(self, shape: StepShape) -> float:
         """Of one step; 0 for an empty one, which the engine does not run."""
@@ -148,7 +150,7 @@ class StepCost:
                 f"cost lacks {missing or 'nothing'} and has the unknown {unknown or 'nothing'}"
             )
         if wrong := [name for name in sorted(names) if isinstance(values[name], bool | str)]:
-            raise StepCostError(f"cost.{wrong[0]} is {values[wrong[0]]!r}, it must be a number")
+            raise StepCostError(f"cost.{wrong[0]} is {repr(values[wrong[0]])[:40]}, it must be a number")
         return cls(**values)
 
 

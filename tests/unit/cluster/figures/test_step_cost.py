@@ -106,7 +106,9 @@ def test_other_content_is_refused(tmp_path: Path, change: dict[str, object], mes
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1", True, None])
+@pytest.mark.parametrize(
+    "value", [-1.0, math.nan, math.inf, 1e308, 10**400, "1", True, None], ids=lambda value: str(value)[:9]
+)
 def test_unusable_coefficients_are_refused(tmp_path: Path, value: object) -> None:
     file = tmp_path / "cost.json"
     SUM.save(file)
