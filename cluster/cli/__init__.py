@@ -14,6 +14,7 @@ _FAILED = 1
 def main() -> None:
     """Entry point of the installed command. However early it is interrupted, and wherever its output goes, it
     ends with a line and not with a traceback."""
+    _open_missing_streams()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # else ignored, as of a job in the background
         signal.signal(signal.SIGINT, _leave)
@@ -33,6 +34,18 @@ def main() -> None:
         _give_up_output()
         print(f"error: standard output: {error.strerror or error}", file=sys.stderr)
         sys.exit(_FAILED)
+
+
+def _open_missing_streams() -> None:
+    """Standard streams that were closed by whoever started this process: nothing is read, and what is written
+    goes nowhere. A file that is opened later must not get their numbers."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

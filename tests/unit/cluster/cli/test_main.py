@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 PROGRAM = "from cluster.cli import main; main()"
 TIMEOUT_S = 60.0
@@ -41,3 +45,19 @@ def test_a_full_disk_under_standard_output_is_a_line() -> None:
 def test_the_entry_point_loads_little_before_it_listens() -> None:
     program = "import sys, cluster.cli; print([name for name in ('typer', 'rich') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", program], timeout=TIMEOUT_S) == b"[]\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_change_no_exit_code(tmp_path: Path, closed: str) -> None:
+    program = shlex.join([sys.executable, "-c", PROGRAM])
+    for arguments, code in (("plan llama-2-7b --device h100", 0), ("validate none.yaml --json", 2)):
+        command = f"exec {program} {arguments} {closed}"
+        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, timeout=TIMEOUT_S)
+        assert (done.returncode, b"Traceback" in done.stderr) == (code, False), done.stderr
+
+
+def test_a_question_that_nobody_can_answer_is_said_so() -> None:
+    """Standard input may be closed."""
+    program = "from cluster.cli import _open_missing_streams as o; import sys; o(); print(sys.stdin.isatty())"
+    command = f"exec {shlex.join([sys.executable, '-c', program])} <&-"
+    assert subprocess.check_output(["sh", "-c", command], timeout=TIMEOUT_S) == b"False\n"
