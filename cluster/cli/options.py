@@ -50,6 +50,7 @@ def http_url(value: str | None) -> str | None:
     try:
         parts = urlsplit(value)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")  # as connections will: http://127..0.1 has no such name
     except ValueError:
         is_url = False
     if not is_url or any(character.isspace() for character in value):

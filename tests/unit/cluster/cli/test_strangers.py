@@ -43,6 +43,13 @@ ANSWERS = {
 }
 
 
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_host_that_no_name_can_be_is_refused(world: World, tmp_path: Path, command: str) -> None:
+    arguments = command.replace("URL", "http://127..0.1:8000").replace("FOLDER", str(tmp_path)).split()
+    done = world.run(*arguments)
+    assert (done.exit_code, "it must be like http://HOST:PORT" in done.output) == (2, True), done.output
+
+
 @contextmanager
 def answering(status: int, body: bytes, *, slow: threading.Event | None = None) -> Iterator[str]:
     """A server that gives everybody the same. `slow`: after the body spaces, one after the other, until it
