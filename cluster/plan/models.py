@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def find_model(name: str) -> PlannedModel:
         return PlannedModel(
             name=lowered, spec=spec, is_tied=spec.tie_word_embeddings, path=None, checkpoint=None
         )
-    place = Path(name).expanduser()
+    place = Path(os.path.expanduser(name))  # as it is where nobody has that name
     if not name.strip():
         raise UnknownModel("the model is an empty text: name a folder, or leave it out for the embedded one")
     if place.is_dir():

@@ -86,6 +86,8 @@ def test_models_come_from_folders_files_and_names(tiny_model: Path) -> None:
     assert find_model("SmolLM2-135M").path == EMBEDDED_MODEL
     with pytest.raises(UnknownModel, match="llama-2-7b, mistral-7b, mixtral-8x7b, smollm2-135m"):
         find_model("nosuch")
+    with pytest.raises(UnknownModel, match="no model '~nobody-of-that-name/folder'"):
+        find_model("~nobody-of-that-name/folder")
 
 
 @pytest.mark.parametrize(
