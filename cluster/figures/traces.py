@@ -65,7 +65,7 @@ def read_trace(file: Path, *, limit: int | None = None) -> list[TraceRequest]:
     try:
         with open_regular(file) as stream:
             requests = list(islice(reader(_lines(stream)), limit))
-    except (TraceError, UnicodeDecodeError, csv.Error) as error:
+    except TraceError as error:
         raise TraceError(f"{file}: {error}") from error
     if not requests:
         raise TraceError(f"{file}: no requests in it")
@@ -127,10 +127,15 @@ def _run(name: str, length: int, vocab_size: int) -> list[int]:
 
 
 def _lines(stream: BufferedReader) -> Iterator[str]:
+    number = 0
     while line := stream.readline(_MAX_LINE_BYTES + 1):
+        number += 1
         if len(line) > _MAX_LINE_BYTES:
-            raise TraceError(f"a line of more than {_MAX_LINE_BYTES} bytes")
-        yield line.decode("utf-8-sig")
+            raise TraceError(f"line {number}: more than {_MAX_LINE_BYTES} bytes")
+        try:
+            yield line.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise TraceError(f"line {number}: no text in UTF-8, from byte {error.start} on") from error
 
 
 def _mooncake(lines: Iterable[str]) -> Iterator[TraceRequest]:
@@ -171,14 +176,14 @@ def _mooncake(lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 def _azure(lines: Iterable[str]) -> Iterator[TraceRequest]:
     rows = csv.reader(lines)
-    heading = [name.strip() for name in next(rows, [])]
+    heading = [name.strip() for name in next(_rows(rows), [])]
     wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     if missing := [name for name in wanted if name not in heading]:
         raise TraceError(f"line 1: no column {', '.join(missing)}")
     columns = [heading.index(name) for name in wanted]
     before = first = None
     number = 0
-    for row in rows:
+    for row in _rows(rows):
         if not row:
             continue
         place = f"line {rows.line_num}"
@@ -200,6 +205,14 @@ def _azure(lines: Iterable[str]) -> Iterator[TraceRequest]:
             output_tokens=_count(_integer(output), f"{place}: GeneratedTokens"),
         )
         number += 1
+
+
+def _rows(reader: Any) -> Iterator[list[str]]:
+    """The rows that a reader of CSV has left."""
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise TraceError(f"line {reader.line_num}: {error}") from error
 
 
 def _integer(text: str) -> object:

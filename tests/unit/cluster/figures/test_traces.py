@@ -131,8 +131,16 @@ def test_mistakes_in_jsonl_are_named(tmp_path: Path, bad: object, message: str) 
 def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path, name: str) -> None:
     with (tmp_path / name).open("wb") as stream:
         stream.truncate(1 << 42)  # zeros that take no room
-    with pytest.raises(TraceError, match="a line of more than 1048576 bytes"):
+    with pytest.raises(TraceError, match="line 1: more than 1048576 bytes"):
         read_trace(tmp_path / name)
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:
+    for file in (mooncake(tmp_path, entry(0, 5, [1])), azure(tmp_path, "")):
+        with file.open("ab") as stream:
+            stream.write(b"4,\xff\n")
+        with pytest.raises(TraceError, match="line 2: no text in UTF-8, from byte 2 on"):
+            read_trace(file)
 
 
 def test_requests_out_of_order_are_refused(tmp_path: Path) -> None:
@@ -147,7 +155,7 @@ def test_requests_out_of_order_are_refused(tmp_path: Path) -> None:
         ("yesterday,1,1", "line 2: TIMESTAMP 'yesterday'"),
         ("2023-11-16 18:17:03,-4,1", "line 2: ContextTokens is '-4'"),
         ("2023-11-16 18:17:03,4,0", "line 2: GeneratedTokens is 0"),
-        ("2023-11-16 18:17:03,4," + "1" * 200_000, "field larger than field limit"),
+        ("2023-11-16 18:17:03,4," + "1" * 200_000, "line 2: field larger than field limit"),
         ("0001-01-01 00:00:00,-4,1", "line 2: ContextTokens is '-4'"),
     ],
 )
