@@ -24,6 +24,7 @@ MAX_NODES = 20_000  # after aliases are followed
 Path = tuple[str | int, ...]
 
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq")}
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _AMBIGUOUS = (
     (re.compile(r"(?i:yes|no|on|off|y|n)\Z"), "write true or false, or quote it"),
     (re.compile(r"[-+]?0[0-9_]+\Z|[-+]?0[bBoOxX][0-9a-fA-F_]+\Z"), "write a decimal number, or quote it"),
@@ -184,6 +185,9 @@ class _Builder:
             value = self._constructor.construct_object(node)
         except (yaml.YAMLError, ValueError, OverflowError) as error:
             self._problem(path, node, f"not readable: {error}", got=repr(node.value)[:100])
+            return None
+        if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+            self._problem(path, node, "half of a surrogate pair is no character", got=repr(value)[:100])
             return None
         if isinstance(value, float) and not math.isfinite(value):
             self._problem(path, node, "not a finite number", got=node.value[:100])

@@ -211,6 +211,8 @@ def test_computed_keys_are_refused(tmp_path: Path) -> None:
         ("a: 2024-01-01\n", 1, "YAML readers do not agree"),
         ("a: &x [*x]\n", 1, "an alias contains itself"),
         ("1: 2\n", 1, "a key must be text"),
+        ('a: 1\nb: "\\ud800"\n', 2, "half of a surrogate pair"),
+        ('a: 1\n"\\udfff": 2\n', 2, "half of a surrogate pair"),
         ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),
         ("[" * 100, 1, "nested too deep"),
         ("a: &m {b: 1}\nc: {<<: *m}\n", 2, "merge keys are not allowed"),
