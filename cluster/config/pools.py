@@ -14,6 +14,7 @@ from typing import Any
 from cluster.config.problems import Problem
 from cluster.config.tree import PoolConfig, TandemConfig
 
+_LEAST_SHARE = 0.0001  # of a CPU or GPU: Ray counts in these
 _REPLICAS = "how many groups it has is num_replicas of the deployment of that name"
 
 
@@ -34,6 +35,14 @@ def pool_problems(config: TandemConfig) -> Iterable[Problem]:
     if "prefill" in pools:
         for name, pool in pools.items():
             yield from _prefill_needs(name, pool)
+    for name, pool in pools.items():
+        if max(pool.cpus_per_rank, pool.num_gpus_per_rank()) < _LEAST_SHARE:
+            yield Problem(
+                path=f"pools.{name}.cpus_per_rank",
+                message="Ray sets nothing aside for a rank, and makes no place for it then",
+                got=f"{pool.cpus_per_rank:g}",
+                allowed=f"at least {_LEAST_SHARE:g}, or gpus_per_rank above 0",
+            )
     if pools:
         yield from _impatient(pools)
 

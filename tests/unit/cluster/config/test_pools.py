@@ -34,6 +34,17 @@ def test_pools_that_stand_together(names: list[str]) -> None:
     assert list(parse_config({"pools": {name: {} for name in names}}).pools.by_name()) == names
 
 
+def test_ranks_for_which_ray_sets_nothing_aside() -> None:
+    """Serve refuses the application: bundles of resources that are all 0."""
+    for cpus in (0, 0.00001):
+        assert said({"unified": {"cpus_per_rank": cpus}}) == [
+            "pools.unified.cpus_per_rank: Ray sets nothing aside for a rank, and makes no place for it then; "
+            f"got {cpus:g}; allowed: at least 0.0001, or gpus_per_rank above 0"
+        ]
+    for pool in ({"cpus_per_rank": 0.0001}, {"cpus_per_rank": 0, "gpus_per_rank": 0.5}):
+        assert said({"unified": pool}) == []
+
+
 def test_pools_that_do_not() -> None:
     assert said({"prefill": {}}) == [
         "pools.prefill: a prefill pool without a decode pool: it only computes prompts, nobody would answer; "
