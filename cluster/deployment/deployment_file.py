@@ -6,6 +6,7 @@ on top: a port that strangers cannot reach, the config tree in `args`, deploymen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -23,13 +24,16 @@ IMPORT_PATH = "cluster.app:build"
 ROUTER_DEPLOYMENT = "router"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _MOST_NAME_CHARS = 100
+_PREFIX = re.compile(r"/|(/[A-Za-z0-9._~%@:+=-]+)+/?")  # as it stands in addresses
 # How names of variables end that Serve reads as numbers, while its controller starts.
 _NUMBERS = ("_S", "_MS")
 _MAY_BE_EMPTY = ("RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S",)
 # Written by `build` from the config tree; a value in the file would fight with it.
 _COMPUTED = {
     "placement_group_bundles": "computed from pools.<pool>.tensor_parallel",
+    "placement_group_strategy": "set with pools.<pool>.placement in args",
     "request_router_config": "set with router.policy in args",
+    "user_config": "what a deployment is told stands in args",
 }
 
 
@@ -190,9 +194,9 @@ def _application_problems(tree: YamlTree, index: int) -> Iterator[Problem]:
             allowed=f"at most {_MOST_NAME_CHARS} characters, without # and control characters",
         )
     prefix = app.get("route_prefix", "/")
-    if prefix is None or (isinstance(prefix, str) and not prefix.startswith("/")):
+    if prefix is None or (isinstance(prefix, str) and not _PREFIX.fullmatch(prefix)):
         hint = "leave it out, or write / or /name"
-        yield tree.problem((*base, "route_prefix"), "not a path", got=repr(prefix), hint=hint)
+        yield tree.problem((*base, "route_prefix"), "not a path", got=repr(prefix)[:100], hint=hint)
     config, problems = check_config(args)
     for problem in problems:
         yield in_args(problem, tree, index)

@@ -194,9 +194,39 @@ def test_the_same_deployment_twice_is_refused(tmp_path: Path) -> None:
     assert (problem.line, problem.hint) == (8, "first on line 7")
 
 
-def test_computed_keys_are_refused(tmp_path: Path) -> None:
-    [problem] = check(tmp_path, GOOD.replace("router}", "unified, placement_group_bundles: [{CPU: 1}]}"))
-    assert problem.hint == "computed from pools.<pool>.tensor_parallel"
+@pytest.mark.parametrize(
+    ("entry", "hint"),
+    [
+        ("placement_group_bundles: [{CPU: 1}]", "computed from pools.<pool>.tensor_parallel"),
+        ("placement_group_strategy: SPREAD", "set with pools.<pool>.placement in args"),
+        ("user_config: {a: 1}", "what a deployment is told stands in args"),
+    ],
+)
+def test_computed_keys_are_refused(tmp_path: Path, entry: str, hint: str) -> None:
+    [problem] = check(tmp_path, GOOD.replace("router}", f"unified, {entry}}}"))
+    assert problem.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("prefix", "is_path"),
+    [
+        ("/", True),
+        ("/a/b-c.d_~2/", True),
+        ("", False),
+        ("a", False),
+        ("//", False),
+        ("/a//b", False),
+        ("/a b", False),
+        ("/a?b#c", False),
+        ("/{a}", False),
+        ("/a\\n  acl x", False),
+        ("/\u00e9", False),
+    ],
+)
+def test_a_route_prefix_stands_in_addresses_as_it_is(tmp_path: Path, prefix: str, is_path: bool) -> None:
+    problems = check(tmp_path, GOOD.replace("args: {}", f'route_prefix: "{prefix}"'))
+    expected = [] if is_path else ["applications[0].route_prefix"]
+    assert [problem.path for problem in problems] == expected
 
 
 @pytest.mark.parametrize(
