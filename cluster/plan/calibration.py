@@ -18,6 +18,7 @@ from cluster.figures.step_cost import SMOLLM2_ON_SMALL_CPU, StepCost, StepCostEr
 from cluster.plan.devices import Roofs
 
 _HASH_DIGITS = 16
+_MOST_PER_S, _MOST_BYTES = 1e21, 1 << 60  # far above any machine: beyond, the file is damaged
 # Ceilings of the machine that the shipped figures are from: products in bfloat16, and in float32.
 _SHIPPED_READ, _SHIPPED_FLOP, _SHIPPED_FLOAT32_FLOP = 34e9, 424e9, 210e9  # the last: twice one thread
 SHIPPED_PARAMETERS = 134_515_008  # of the model that the shipped figures are of
@@ -75,7 +76,9 @@ def read_calibration(file: Path, dtype: str) -> Calibration:
     memory = about.get("gpu_memory_bytes")
     product = "float32_flop_per_s" if dtype == "float32" else "flop_per_s"
     rates = [about.get(name) for name in ("read_bytes_per_s", product)]
-    read, flop = (rate if isinstance(rate, int | float) and rate > 0 else None for rate in rates)
+    read, flop = (
+        rate if isinstance(rate, int | float) and 1 < rate <= _MOST_PER_S else None for rate in rates
+    )
     if read is None or flop is None:
         raise StepCostError(f"{file}: the measured ceilings of {dtype} are missing: calibrate again")
     return Calibration(
@@ -83,7 +86,7 @@ def read_calibration(file: Path, dtype: str) -> Calibration:
         roofs=Roofs(read_bytes_per_s=float(read), flop_per_s=float(flop)),
         source=f"measured on this machine ({about.get('machine')}), {file}",
         is_measured=True,
-        gpu_memory_bytes=memory if isinstance(memory, int) else 0,
+        gpu_memory_bytes=memory if isinstance(memory, int) and 0 < memory <= _MOST_BYTES else 0,
     )
 
 

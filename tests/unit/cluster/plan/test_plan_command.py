@@ -1,6 +1,7 @@
 """`tandem plan` from models and devices to tables, JSON, and files that `tandem validate` accepts."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -241,10 +242,13 @@ def test_this_machine_has_one_too(world: World, tiny_model: Path) -> None:
     large, floats = find_model("llama-2-7b"), Shape(dtype="float32")
     assert find_speed(large, "this", floats, efficiency=1.0)[1].roofs.flop_per_s == 210e9
     known = calibration(str(find_model(str(tiny_model)).model_hash("none")))
-    file = keep_calibration(known)
-    refused = world.run("plan", "smollm2-135m", "--dtype", "float32")
-    assert refused.exit_code == 1
-    assert refused.stderr == f"error: {file}: the measured ceilings of float32 are missing: calibrate again\n"
+    for damaged in ({}, *({"float32_flop_per_s": value} for value in (10**400, math.inf, True, 0, "1"))):
+        file = keep_calibration({**known, "about": known["about"] | damaged})
+        refused = world.run("plan", "smollm2-135m", "--dtype", "float32")
+        assert refused.exit_code == 1
+        assert refused.stderr == (
+            f"error: {file}: the measured ceilings of float32 are missing: calibrate again\n"
+        )
     keep_calibration({**known, "about": known["about"] | {"float32_flop_per_s": 4e11}})
     for shape, flop_per_s in ((floats, 4e11), (Shape(), 1e12)):
         device, speed = find_speed(large, "this", shape, efficiency=1.0)
