@@ -113,7 +113,7 @@ def _joined(
     for name, application in applications.items():
         deployments = application.get("deployments")
         if not deployments or "router" in deployments:  # none: after a refused deploy, the router goes on
-            body = _load(details, application.get("route_prefix") or "/", headers)
+            body = _load(details, application.get("route_prefix") or "/", headers, report)
             try:
                 loads |= parse_loads(body)
                 pairs += parse_pairs(body)
@@ -122,9 +122,11 @@ def _joined(
     return application_statuses(details, directories, loads, pairs, now=time.time())
 
 
-def _load(details: Mapping[str, Any], prefix: str, headers: Mapping[str, str]) -> Mapping[str, Any]:
+def _load(
+    details: Mapping[str, Any], prefix: str, headers: Mapping[str, str], report: Report
+) -> Mapping[str, Any]:
     """The body of `/load` of a router of an application, to each of which all its groups tell the same;
-    nothing when it does not answer or wants another key."""
+    nothing when it does not answer, which is reported, or wants another key."""
     options = details.get("http_options") or {}
     url = ingress_url(options.get("host", "127.0.0.1"), options.get("port", 8000))
     try:
@@ -132,7 +134,10 @@ def _load(details: Mapping[str, Any], prefix: str, headers: Mapping[str, str]) -
         with httpx.Client(trust_env=False) as client:
             reply = ask(client, "GET", address, timeout_s=5.0, headers=headers)
         body = reply.json() if reply.status == 200 else {}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        report(f"{url} does not answer ({error}): no loads are shown")
+        return {}
+    except ValueError:
         return {}
     return body if isinstance(body, dict) else {}
 

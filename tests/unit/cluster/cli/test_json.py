@@ -114,7 +114,10 @@ def places(world: World, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("PATH", str(program.parent))
     write_tiny_gguf(folder / "tiny.gguf")
     world.server.explained = {"cmpl-1": FOUND}
-    world.server.details = {"applications": {"tandem": {"status": "RUNNING", "deployments": {}}}}
+    world.server.details = {
+        "applications": {"tandem": {"status": "RUNNING", "deployments": {}}},
+        "http_options": {"host": "127.0.0.1", "port": world.server.port},
+    }
     prometheus = ThreadingHTTPServer(("127.0.0.1", 0), EmptyPrometheus)
     thread = threading.Thread(target=prometheus.serve_forever, args=(0.05,), daemon=True)
     thread.start()
