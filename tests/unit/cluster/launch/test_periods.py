@@ -24,6 +24,7 @@ from ray.serve._private import constants
 print(json.dumps([
     constants.CONTROL_LOOP_INTERVAL_S,
     constants.RAY_SERVE_METRICS_EXPORT_INTERVAL_MS,
+    constants.PROXY_HEALTH_CHECK_PERIOD_S,
     reporter_consts.REPORTER_UPDATE_INTERVAL_MS,
     consts.METRICS_RECORD_INTERVAL_S,
     event_consts.SCAN_EVENT_DIR_INTERVAL_SECONDS,
