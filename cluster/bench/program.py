@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -23,6 +25,10 @@ _EXPECTED = (CheckpointError, TensorParallelError, GroupFailed, RequestRefused, 
 
 
 def main() -> int:
+    # Who gave the order ends this process, also after Ctrl-C at the terminal, which reaches both; what is
+    # half made is removed on the way out.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
     # What libraries print must not get between the lines of the protocol.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -39,7 +45,13 @@ def main() -> int:
     except _EXPECTED as error:
         say(error=str(error))
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _carry_out(order: Order, report: Callable[[str], None]) -> dict[str, Any]:

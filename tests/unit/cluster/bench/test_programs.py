@@ -5,16 +5,18 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cluster.bench.calibrate import calibrate
 from cluster.bench.chart import main
 from cluster.bench.child import MeasuringFailed, measure
-from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, SweepOrder
+from cluster.bench.orders import CalibrateOrder, EngineSettings, KvCacheOrder, QuantizeOrder, SweepOrder
 from cluster.bench.subject import Prompts, open_engine
 from cluster.figures.step_cost import StepCost, StepShape
 
@@ -149,3 +151,29 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(report)))
         assert main() == 0
         assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_program_that_is_ended_leaves_nothing_half_made(tiny_model: Path, tmp_path: Path) -> None:
+    program = """
+import sys, time
+from cluster.bench import program
+from workers.quantizing import folder
+def write(checkpoint, jobs, temporary, report):
+    report(temporary.name)
+    time.sleep(60)
+folder._write_weights = write
+sys.exit(program.main())
+"""
+    order = QuantizeOrder(model=str(tiny_model), form="int8", out=str(tmp_path / "out"), has_report=False)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(order))
+        process.stdin.close()
+        said = json.loads(process.stdout.readline())
+        assert [found.name for found in tmp_path.iterdir()] == [said["progress"]]
+        process.send_signal(signal.SIGINT)  # of the terminal; the starter's word follows
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
