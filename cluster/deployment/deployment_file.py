@@ -22,7 +22,8 @@ from workers.regular_file import open_regular
 
 IMPORT_PATH = "cluster.app:build"
 ROUTER_DEPLOYMENT = "router"
-_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+_LOOPBACK_6 = "::1"
+_LOOPBACK = {"127.0.0.1", "localhost", _LOOPBACK_6}
 _MOST_NAME_CHARS = 100
 _PREFIX = re.compile(r"/|(/[A-Za-z0-9._~%@:+=-]+)+/?")  # as it stands in addresses
 # How names of variables end that Serve reads as numbers, while its controller starts.
@@ -108,6 +109,13 @@ def _proxy_problems(tree: YamlTree, *, allow_open: bool) -> Iterator[Problem]:
     options = options if isinstance(options, dict) else {}
     host, port = options.get("host", "0.0.0.0"), options.get("port", 8000)
     is_open = isinstance(host, str) and host not in _LOOPBACK
+    if host == _LOOPBACK_6:  # replicas would listen there alone, too
+        yield tree.problem(
+            ("http_options", "host"),
+            "Serve's ingress would not reach the routers, which it asks at an address of version 4",
+            got=repr(host),
+            allowed="127.0.0.1",
+        )
     if is_open and not allow_open and not _all_ask_for_keys(tree.value):
         yield tree.problem(
             ("http_options", "host"),

@@ -11,15 +11,19 @@ from cluster.launch.errors import LaunchError
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on now."""
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def check_port(host: str, port: int) -> None:
     """Raise LaunchError when the port is taken. HAProxy would share it silently with another HAProxy."""
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         # What a stopped server left in TIME_WAIT is no obstacle; a listener is, with this option too.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -189,6 +189,11 @@ def test_a_proxy_location_without_a_proxy_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_loopback_of_version_6_is_refused(tmp_path: Path) -> None:
+    [problem] = check(tmp_path, GOOD.replace("127.0.0.1", '"::1"'))
+    assert (problem.line, problem.path, problem.allowed) == (1, "http_options.host", "127.0.0.1")
+
+
 def test_the_same_deployment_twice_is_refused(tmp_path: Path) -> None:
     [problem] = check(tmp_path, GOOD + "  - {name: router}\n")
     assert (problem.line, problem.hint) == (8, "first on line 7")

@@ -26,6 +26,14 @@ def test_a_taken_port_is_named() -> None:
     check_port("127.0.0.1", free_port())
 
 
+def test_ports_of_version_6() -> None:
+    try:
+        port = free_port("::")
+    except OSError:
+        pytest.skip("this machine has no addresses of version 6")
+    check_port("::", port)
+
+
 def test_a_port_is_promised_to_one_command_at_a_time_before_anything_listens() -> None:
     port = free_port()
     with reserved_port("127.0.0.1", port):
