@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
-from itertools import accumulate, repeat
+from itertools import accumulate, islice, repeat
+from math import ceil, floor
 from operator import mul
 from typing import NamedTuple
 
@@ -99,10 +100,13 @@ class Governor:
         trials, num_sequences = self._trials, len(chances)
         if trials.is_due(num_sequences):
             return True
-        if not trials.is_resting(num_sequences) and self._may_pay(chances, room):
-            return True
-        trials.pass_over(num_sequences)
-        return False
+        if self._tree is None:
+            may_pay = self._may_pay(chances, room)
+        else:
+            may_pay = self._best_of_trees(self._tree, [most] * num_sequences, room) > 0
+        if not may_pay:
+            trials.pass_over()
+        return may_pay
 
     def observe_tree(self, parents: Sequence[int], last: int) -> None:
         """Of a tree of guesses, which may be a chain, those up to the one of number `last` came true; -1:
@@ -133,24 +137,20 @@ class Governor:
     ) -> list[int]:
         """How many guesses of each sequence to check, at most `limits`, so that a step of one row a sequence
         and these has no more than `max_rows`. unread: None where nothing has to be read."""
-        lengths = [0] * len(chances)
+        lengths, trials = [0] * len(chances), self._trials
         if self._times.is_empty:
             return lengths
         if self._tree is not None and self._tree.num_seen < _KNOWN_TREES:
             limits = _one_alone(limits, self._turn)
             self._turn += 1
-        worths, room = self._worths(chances, limits), max_rows - len(chances)
-        order = _by_worth(worths, room)
-        best = self._best(worths, order)
-        if unread is not None:
-            dear = [i for i, own in enumerate(unread) if worths[i] and not self._is_worth_reading(own, best)]
-            if dear:
-                for index in dear:
-                    worths[index] = []
-                order = _by_worth(worths, room)
-                best = self._best(worths, order)
-        trials = self._trials
-        for index in order[: trials.with_more(best.num_guesses)]:
+        room = max(0, max_rows - len(chances))
+        if self._tree is not None:
+            wanted = trials.with_more(self._best_of_trees(self._tree, limits, room))
+            order = _by_turns(limits, min(room, max(1, wanted)))
+        else:
+            order, best = self._chains(chances, limits, room, unread)
+            wanted = trials.with_more(best)
+        for index in order[:wanted]:
             lengths[index] += 1
         if any(lengths):
             trials.pay()
@@ -163,7 +163,7 @@ class Governor:
                 most = room if self._tree is None else min(room, _TRIED_TREE)
                 lengths[tried] = max(0, min(limits[tried], most))
         else:
-            trials.find_none(len(chances))
+            trials.pass_over()
         return lengths
 
     def _may_pay(self, chances: Sequence[float], room: int) -> bool:
@@ -176,15 +176,51 @@ class Governor:
             for more in self._times.bends(rows, rows + room)
         )
 
-    def _worths(self, chances: Sequence[float], limits: Sequence[int]) -> list[list[float]]:
-        """Of each guess of each sequence, how likely it is to be right, with all that it follows."""
-        if self._tree is not None:
-            values = self._tree.values(max(limits, default=0))
-            return [values[:limit] for limit in limits]
-        return [
+    def _best_of_trees(self, tree: TreeChances, limits: Sequence[int], room: int) -> int:
+        """How many guesses make the most tokens a second, the first ones of all sequences before their second
+        ones. Where tokens and times grow in straight lines, that is at the end of a line."""
+        values, rows = tree.values(max(limits, default=0)), len(limits)
+        sizes = [sum(number < limit for limit in limits) for number in range(len(values))]
+        room = min(room, sum(sizes))
+        bends = [*(more - rows for more in self._times.bends(rows, rows + room)), *accumulate(sizes)]
+        if not self._pass_times.is_empty:
+            bends += self._pass_times.bends(0, rows)
+        best, best_rate = 0, _MARGIN * rows / self._times.of(rows)
+        for count in sorted({min(room, whole) for each in bends for whole in (floor(each), ceil(each))}):
+            tokens, left = float(rows), count
+            for value, size in zip(values, sizes, strict=True):
+                tokens += value * min(size, left)
+                left -= min(size, left)
+            guessing_s = 0.0
+            if count and not self._pass_times.is_empty:
+                guessing_s = self._pass_times.of(min(count, sizes[0]))
+            rate = tokens / (self._times.of(rows + count) + guessing_s)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def _chains(
+        self,
+        chances: Sequence[float],
+        limits: Sequence[int],
+        room: int,
+        unread: Sequence[Unread] | None,
+    ) -> tuple[list[int], int]:
+        """The sequence of each guess, likeliest first, and how many of them make the most tokens a second."""
+        worths = [
             list(accumulate(repeat(chance, limit), mul))
             for chance, limit in zip(chances, limits, strict=True)
         ]
+        order = _by_worth(worths, room)
+        best = self._best(worths, order)
+        if unread is not None:
+            dear = [i for i, own in enumerate(unread) if worths[i] and not self._is_worth_reading(own, best)]
+            if dear:
+                for index in dear:
+                    worths[index] = []
+                order = _by_worth(worths, room)
+                best = self._best(worths, order)
+        return order, best.num_guesses
 
     def _best(self, worths: Sequence[Sequence[float]], order: Sequence[int]) -> _Best:
         """How many of the guesses in `order` (the sequence of each) make the most tokens a second."""
@@ -195,8 +231,7 @@ class Governor:
         passes = _Passes(self._pass_times, len(worths))
         for count, index in enumerate(order, 1):
             tokens += worths[index][lengths[index]]
-            if self._tree is None or lengths[index] == 0:
-                passes.add(lengths[index])
+            passes.add(lengths[index])
             lengths[index] += 1
             rate = tokens / (self._times.of(rows + count) + passes.seconds)
             if rate > best_rate:
@@ -221,6 +256,13 @@ def _one_alone(limits: Sequence[int], turn: int) -> list[int]:
     able = [index for index, limit in enumerate(limits) if limit]
     chosen = able[turn % len(able)] if able else -1
     return [limit if index == chosen else 0 for index, limit in enumerate(limits)]
+
+
+def _by_turns(limits: Sequence[int], most: int) -> list[int]:
+    """The sequence of each guess, all first ones before all second ones."""
+    turns = range(max(limits, default=0))
+    order = (index for turn in turns for index, limit in enumerate(limits) if turn < limit)
+    return list(islice(order, most))
 
 
 def _by_worth(worths: Sequence[Sequence[float]], most: int) -> list[int]:

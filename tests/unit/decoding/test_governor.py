@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from math import isclose
 
+from workers.decoding.chances import TreeChances
 from workers.decoding.governor import Governor, Unread
 
 # Milliseconds by rows: small batches wait for memory.
@@ -159,39 +161,59 @@ def test_a_trial_of_a_tree_is_small() -> None:
     assert tried == [[0] * 32] * 31 + [[4] + [0] * 31]
 
 
-def test_trees_that_do_not_pay_are_left_alone_for_some_steps() -> None:
-    governor = Governor(has_trees=True)
-    for rows, milliseconds in FLAT.items():
-        governor.observe(rows, milliseconds / 1000)
-    for _ in range(50):
-        governor.observe_tree((-1, -1, -1), -1)
-    looked = []
-    for step in range(1, 33):
-        if governor.is_worth_looking([0.9] * 4, 8, 512):
-            looked.append((step, sum(governor.lengths([0.9] * 4, [8] * 4, 512))))
-    assert looked == [*((step, 0) for step in range(1, 32, 9)), (32, 4)]
-    governor.lengths([0.9] * 4, [8] * 4, 512)
-    assert governor.is_worth_looking([0.9] * 3, 8, 512)  # there are fewer now
-
-
-def test_trees_that_are_tried_in_vain_are_tried_less_often() -> None:
+def test_nobody_looks_for_trees_that_do_not_pay_and_they_are_tried_less_often() -> None:
     governor = Governor(has_trees=True)
     for rows, milliseconds in FLAT.items():
         governor.observe(rows, milliseconds / 1000)
     for _ in range(50):
         governor.observe_tree((-1, -1, -1), -1)
 
-    def tried(steps: int, num_sequences: int) -> list[int]:
+    def looked(steps: int, num_sequences: int) -> list[tuple[int, int]]:
         chances = [0.9] * num_sequences
         return [
-            step
+            (step, sum(governor.lengths(chances, [8] * num_sequences, 512)))
             for step in range(1, steps + 1)
             if governor.is_worth_looking(chances, 8, 512)
-            and any(governor.lengths(chances, [8] * num_sequences, 512))
         ]
 
-    assert tried(480, 4) == [32, 96, 224, 352, 480]
-    assert tried(96, 5) == [32, 96]  # there is one more
+    assert looked(480, 4) == [(32, 4), (96, 4), (224, 4), (352, 4), (480, 4)]
+    assert looked(128, 5) == [(128, 4)]  # as many, or more: what was found holds
+    assert looked(96, 3) == [(32, 4), (96, 4)]  # fewer
+
+
+def test_of_trees_the_best_number_of_guesses_is_found() -> None:
+    draw = random.Random(5)
+    num_some = 0
+    for _ in range(300):
+        governor, seconds = Governor(has_trees=True), 0.01
+        for rows in sorted(draw.sample(range(1, 100), 5)):
+            seconds += draw.random() * rows / 5000
+            governor.observe(rows, seconds)
+        for rows in draw.sample(range(1, 20), draw.randint(0, 4)):
+            governor.observe_pass(rows, 0.002 * rows * draw.random())
+        right, likely = TreeChances(), draw.random()
+        for _ in range(40):
+            came = range(4) if draw.random() < likely else ()
+            governor.observe_tree((-1, 0, 1, 2), 3 if came else -1)
+            right.observe(4, came)
+        limits, room = [draw.randint(0, 6) for _ in range(draw.randint(1, 20))], draw.randint(0, 60)
+        values, least = right.values(6), 1.05
+        rates = [rate(governor, limits, values, count) for count in range(min(room, sum(limits)) + 1)]
+        expected = max(range(len(rates)), key=lambda count: rates[count] if count else least * rates[0])
+        found = sum(governor.lengths([0.5] * len(limits), limits, room + len(limits)))
+        assert isclose(rates[found], rates[expected])
+        num_some += found > 0
+    assert 50 < num_some < 290
+
+
+def rate(governor: Governor, limits: list[int], values: list[float], count: int) -> float:
+    """Tokens a second with so many guesses of trees, the first ones of all sequences first."""
+    turns = [(turn, index) for turn in range(6) for index, limit in enumerate(limits) if turn < limit]
+    taken = turns[:count]
+    asked = len({index for _, index in taken})
+    guessing_s = governor._pass_times.of(asked) if asked and not governor._pass_times.is_empty else 0.0
+    tokens = len(limits) + sum(values[turn] for turn, _ in taken)
+    return tokens / (governor._times.of(len(limits) + count) + guessing_s)
 
 
 def test_slow_guessing_ends_in_a_full_batch_and_is_tried_again() -> None:
