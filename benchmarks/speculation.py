@@ -151,7 +151,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where all runs go, as JSON")
     options = parser.parse_args()
     spin_briefly()
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        options.model, local_files_only=True, trust_remote_code=False
+    )
     config = GroupConfig(
         model=ModelConfig(path=str(options.model), dtype="bfloat16"),
         cache=CacheConfig(max_bytes=1 << 30, prefix_reuse=False),

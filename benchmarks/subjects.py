@@ -68,7 +68,9 @@ class Transformers:
         """cache: `dynamic` (its default) or `static`."""
         logging.getLogger("transformers").setLevel(logging.ERROR)
         # The loaders and generate() are untyped for checkers; everything that leaves this class is a float.
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, trust_remote_code=False
+        )
         self._is_static = cache == "static"
 
     def generate(self, prompts: Prompts, new_tokens: int) -> float:

@@ -50,7 +50,9 @@ def _generate(config: GroupConfig, options: argparse.Namespace, progress: Progre
     progress.start(f"loading {config.model.path}")
     with LocalGroup(config) as group:
         progress.start("loading the tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.path, local_files_only=True, trust_remote_code=False
+        )
         text = options.prompt
         if options.chat:
             messages = [{"role": "user", "content": text}]

@@ -23,7 +23,9 @@ class Rival:
     @staticmethod
     def of_folder(folder: str, settings: Settings) -> Rival:
         dtype = getattr(torch, settings.dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
         return Rival(model.to(settings.device), settings.device)
 
     @torch.inference_mode()

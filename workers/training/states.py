@@ -35,7 +35,9 @@ def read_or_compute_states(
     if (found := _stored(file, key)) is not None:
         return found
     progress.start("loading the target")
-    model = AutoModel.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    model = AutoModel.from_pretrained(
+        folder, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
+    )
     states = compute_states(model, texts, progress)
     save_file({_NAME: states}, file, metadata={_KEY: key})
     return states

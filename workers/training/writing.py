@@ -82,7 +82,7 @@ def write_texts(
     if len(done) < len(prompts) + _num_stored(asked_for, header):
         _drop_cut_line(file)
         progress.start("loading the target to have it write")
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config = GroupConfig(
             model=ModelConfig(path=str(folder)),
             cache=CacheConfig(max_bytes=1 << 30),
