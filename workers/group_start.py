@@ -26,6 +26,7 @@ class RankPlace:
 
     pid: int
     node_id: str  # Ray's id of the machine
+    gpus: tuple[str, ...]  # what Ray has given to it, as CUDA_VISIBLE_DEVICES names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

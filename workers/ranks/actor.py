@@ -1,7 +1,8 @@
 """A rank of a group as a Ray actor. The front makes it inside its placement group and never imports torch.
 
-Life cycle, driven by the front: `place` (torch begins to load) -> `open` (rank 0 says where the ranks meet)
--> `load` on all ranks at once -> `run` (until the rank is over) -> on rank 0 `drain`, `stop`.
+Life cycle, driven by the front: `place` (torch begins to load) -> `see`, where ranks may see each other's GPUs
+-> `open` (rank 0 says where the ranks meet) -> `load` on all ranks at once -> `run` (until the rank is over)
+-> on rank 0 `drain`, `stop`.
 The process belongs to the rank: when its group breaks, it ends itself.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -38,7 +40,16 @@ class RankActor:
         # Loading torch takes seconds, and only rank processes may do it: here, not at the top of a module
         # that the front imports, and in a thread, so that the process answers meanwhile.
         self._host_module = asyncio.create_task(asyncio.to_thread(_import_rank_host))
-        return RankPlace(pid=os.getpid(), node_id=ray.get_runtime_context().get_node_id())
+        return RankPlace(
+            pid=os.getpid(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),  # type: ignore[no-untyped-call]
+        )
+
+    async def see(self, gpus: Sequence[str]) -> None:
+        """See these GPUs, of which that at the number of this rank is its own, instead of that one alone. CUDA
+        reads it when it is first asked for a device: loading torch does not, `open` and `load` do."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     async def open(self) -> Rendezvous | None:
         """Rank 0: open the ports where the ranks meet; None for a group of one."""

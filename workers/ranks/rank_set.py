@@ -60,6 +60,9 @@ class RankSet:
             )
             self._actors.append(options.remote(self._start, len(self._actors)))
         self._places = tuple(await all_ranks([actor.place.remote() for actor in self._actors]))
+        gpus = gpus_to_share(self._places) if self._start.config.parallel.symmetric_memory else ()
+        if gpus:
+            await all_ranks([actor.see.remote(gpus) for actor in self._actors])
         return self._places
 
     async def load(self) -> LoadedGroup:
@@ -132,6 +135,21 @@ def side_by_side(nodes: Sequence[str]) -> list[int]:
     """The bundles in the order of their ranks, from the machine of each: those of a machine one behind the
     other, that of bundle 0, where the front is, first."""
     return sorted(range(len(nodes)), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
+
+
+def gpus_to_share(places: Sequence[RankPlace]) -> tuple[str, ...]:
+    """The GPUs of all ranks, in their order, for each of them to see: Ray shows a process its own alone, and to
+    add up in memory of each other ranks have to see both. Empty where that cannot be: on several machines,
+    where ranks have no GPU, several or the same, and for parts of one (MIG), of which CUDA sees the first alone.
+    """
+    gpus = tuple(gpu for place in places for gpu in place.gpus)
+    can_share = (
+        len({place.node_id for place in places}) == 1
+        and all(len(place.gpus) == 1 for place in places)
+        and len(set(gpus)) == len(gpus) > 1
+        and not any(gpu.startswith("MIG") for gpu in gpus)
+    )
+    return gpus if can_share else ()
 
 
 async def all_ranks(calls: Sequence[Awaitable[Any]], *, cause_wait_s: float = _CAUSE_WAIT_S) -> list[Any]:

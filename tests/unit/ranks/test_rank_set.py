@@ -1,8 +1,10 @@
-"""Whose words are told when ranks fail together."""
+"""Which rank is where and sees which GPUs, and whose words are told when ranks fail together."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
-from workers.ranks.rank_set import RankLost, all_ranks, side_by_side
+from workers.group_start import RankPlace
+from workers.ranks.rank_set import RankLost, all_ranks, gpus_to_share, side_by_side
 
 
 async def says(value: Any, *, after_s: float = 0.0) -> Any:
@@ -44,6 +47,40 @@ def failure_of(*calls: Awaitable[Any], wait_s: float) -> tuple[str, float]:
 )
 def test_ranks_of_a_machine_follow_each_other(nodes: str, bundles: list[int]) -> None:
     assert side_by_side(nodes) == bundles
+
+
+@pytest.mark.parametrize(
+    ("places", "seen"),
+    [
+        ([("a", ("2",)), ("a", ("0",))], ("2", "0")),
+        ([("a", ("GPU-3f",)), ("a", ("GPU-1c",)), ("a", ("GPU-22",))], ("GPU-3f", "GPU-1c", "GPU-22")),
+        ([("a", ("0",))], ()),
+        ([("a", ("0",)), ("b", ("1",))], ()),
+        ([("a", ()), ("a", ())], ()),
+        ([("a", ("0",)), ("a", ("0",))], ()),
+        ([("a", ("0", "1")), ("a", ("2", "3"))], ()),
+        ([("a", ("MIG-1",)), ("a", ("MIG-2",))], ()),
+    ],
+)
+def test_ranks_see_the_gpus_of_all_where_they_can_share_memory(
+    places: list[tuple[str, tuple[str, ...]]], seen: tuple[str, ...]
+) -> None:
+    found = [RankPlace(pid=pid, node_id=node, gpus=gpus) for pid, (node, gpus) in enumerate(places)]
+    assert gpus_to_share(found) == seen
+
+
+def test_what_ranks_see_can_be_said_after_torch_is_there() -> None:
+    """CUDA takes its devices from the environment when it is first asked: nothing that a rank imports asks."""
+    program = """
+import torch
+
+def ask(*_):
+    raise AssertionError("asked for a CUDA device")
+
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = ask
+from workers.ranks import host
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_all_results_in_order_of_ranks() -> None:
