@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from workers.runtime.memory import available_host_bytes
+from workers.host_memory import available_host_bytes
 
 MIB = 1 << 20
 THIS_MACHINE = "this"

@@ -25,7 +25,7 @@ from cluster.simulate.router import Served, SimRouter
 from cluster.simulate.world import World
 from router.routing.policy import PlacementPolicy, PolicyConfig
 from workers.config import CacheConfig, ScheduleConfig
-from workers.runtime.memory import available_host_bytes
+from workers.host_memory import available_host_bytes
 from workers.types import GroupId, GroupInfo, Role
 
 POLICIES = ("prefix", "round_robin", "power_of_two", "longest_prefix", "least_loaded")

@@ -3,16 +3,20 @@
 A part is read into memory of its own, never mapped: a mapped file counts as memory of the process as far as
 it has been touched, and one that becomes shorter ends the process. What a rank does not want of a row it
 reads into a small buffer and leaves there.
+
+The system keeps what was read, for whoever reads it next. Where memory does not suffice for that, files let
+go of it as they are read: every page that is kept is another one that the system has to find.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import torch
 
@@ -36,14 +40,26 @@ DTYPES: Final = {
     "BOOL": torch.bool,
 }
 _AHEAD_BYTES = 64 << 20
+_BEHIND_BYTES = 512 << 20  # that stay cached: other ranks want other columns of the same rows soon
 _BUFFER_BYTES = 8 << 20  # of whole rows that only some columns are wanted of
+
+
+class _Extent(NamedTuple):
+    """A part of an open file."""
+
+    descriptor: int
+    at: int
+    num_bytes: int
 
 
 class TensorFiles:
     """Reads tensors by name. A context manager: files stay open inside."""
 
-    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], *, stay_cached: bool = True) -> None:
+        """stay_cached: False where the system has no memory to keep what was read."""
         self._tensors = tensors
+        self._stay_cached = stay_cached
+        self._behind: deque[_Extent] = deque()  # what was read last
         self._stack = ExitStack()
         self._open: dict[Path, int] = {}  # descriptors
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -115,6 +131,17 @@ class TensorFiles:
             done += count
         # What follows is mostly what is read next: the system fetches it while these bytes are worked on.
         os.posix_fadvise(descriptor, at + done, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        if not self._stay_cached:
+            self._behind.append(_Extent(descriptor, at, done))
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what was read, but for the last of it."""
+        num_bytes = sum(extent.num_bytes for extent in self._behind)
+        while num_bytes > _BEHIND_BYTES:
+            extent = self._behind.popleft()
+            os.posix_fadvise(*extent, os.POSIX_FADV_DONTNEED)
+            num_bytes -= extent.num_bytes
 
     def _descriptor(self, file: Path) -> int:
         found = self._open.get(file)

@@ -14,6 +14,7 @@ from types import TracebackType
 
 import torch
 
+from workers.host_memory import available_host_bytes
 from workers.kernels import QuantizedWeight
 from workers.kernels.memory import huge_bytes
 from workers.kernels.quantized import stack
@@ -34,7 +35,9 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
-        self._files = TensorFiles(checkpoint.tensors)
+        # Both the files and what is made of them: else the system would drop what comes next for what is over.
+        fit = 2 * checkpoint.weight_bytes <= available_host_bytes()
+        self._files = TensorFiles(checkpoint.tensors, stay_cached=fit)
 
     def __enter__(self) -> WeightReader:
         return self

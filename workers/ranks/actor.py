@@ -1,8 +1,8 @@
 """A rank of a group as a Ray actor. The front makes it inside its placement group and never imports torch.
 
-Life cycle, driven by the front: `place` (torch begins to load) -> `see`, where ranks may see each other's GPUs
--> `open` (rank 0 says where the ranks meet) -> `load` on all ranks at once -> `run` (until the rank is over)
--> on rank 0 `drain`, `stop`.
+Life cycle, driven by the front: `place` (torch begins to load) -> `see`, where ranks may see each other's
+GPUs -> `open` (rank 0 says where the ranks meet) -> `load` on all ranks at once -> `run` (until the rank is
+over) -> on rank 0 `drain`, `stop`.
 The process belongs to the rank: when its group breaks, it ends itself.
 """
 
@@ -47,8 +47,8 @@ class RankActor:
         )
 
     async def see(self, gpus: Sequence[str]) -> None:
-        """See these GPUs, of which that at the number of this rank is its own, instead of that one alone. CUDA
-        reads it when it is first asked for a device: loading torch does not, `open` and `load` do."""
+        """See these GPUs, of which that at the number of this rank is its own, instead of that one alone.
+        CUDA reads it when it is first asked for a device: loading torch does not ask, `open` and `load` do."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     async def open(self) -> Rendezvous | None:

@@ -138,9 +138,9 @@ def side_by_side(nodes: Sequence[str]) -> list[int]:
 
 
 def gpus_to_share(places: Sequence[RankPlace]) -> tuple[str, ...]:
-    """The GPUs of all ranks, in their order, for each of them to see: Ray shows a process its own alone, and to
-    add up in memory of each other ranks have to see both. Empty where that cannot be: on several machines,
-    where ranks have no GPU, several or the same, and for parts of one (MIG), of which CUDA sees the first alone.
+    """The GPUs of all ranks, in their order, for each of them to see: Ray shows a process its own alone, and
+    to add up in memory of each other ranks have to see both. Empty where that cannot be: on several machines,
+    where ranks have no GPU, several or the same, and for parts of one (MIG), of which CUDA sees the first.
     """
     gpus = tuple(gpu for place in places for gpu in place.gpus)
     can_share = (

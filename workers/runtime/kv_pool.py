@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from workers.host_memory import available_host_bytes
 from workers.kernels import CacheForm, PagedCache
 from workers.kernels.memory import huge_bytes
-from workers.runtime.memory import available_host_bytes
 
 
 def free_bytes(device: torch.device) -> int:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from workers.config import CacheConfig, ScheduleConfig
+from workers.host_memory import available_host_bytes
 from workers.kernels import CacheForm
 from workers.model.spec import spec_from_config
 from workers.runtime.errors import PoolTooSmall
 from workers.runtime.kv_pool import allocate_pool
-from workers.runtime.memory import available_host_bytes
 from workers.runtime.pool_size import FreeMemory, bytes_per_block, num_blocks_for
 
 SPEC = spec_from_config(

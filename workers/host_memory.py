@@ -1,4 +1,4 @@
-"""How much memory a pool may take, as the kernel and the container see it."""
+"""How much memory there is to take, as the kernel and the container see it."""
 
 from __future__ import annotations
 
