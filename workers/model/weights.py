@@ -35,7 +35,7 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
-        # Both the files and what is made of them: else the system would drop what comes next for what is over.
+        # Both the files and what is made of them: else what is over would be kept at the cost of what comes.
         fit = 2 * checkpoint.weight_bytes <= available_host_bytes()
         self._files = TensorFiles(checkpoint.tensors, stay_cached=fit)
 

@@ -43,12 +43,12 @@ class RankActor:
         return RankPlace(
             pid=os.getpid(),
             node_id=ray.get_runtime_context().get_node_id(),
-            gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),  # type: ignore[no-untyped-call]
+            gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
         )
 
     async def see(self, gpus: Sequence[str]) -> None:
         """See these GPUs, of which that at the number of this rank is its own, instead of that one alone.
-        CUDA reads it when it is first asked for a device: loading torch does not ask, `open` and `load` do."""
+        CUDA reads it when first asked for a device: loading torch does not ask, `open` and `load` do."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     async def open(self) -> Rendezvous | None:

@@ -70,7 +70,7 @@ def test_ranks_see_the_gpus_of_all_where_they_can_share_memory(
 
 
 def test_what_ranks_see_can_be_said_after_torch_is_there() -> None:
-    """CUDA takes its devices from the environment when it is first asked: what a rank imports does not ask."""
+    """CUDA takes its devices from the environment when first asked: what a rank imports does not ask."""
     program = """
 import torch
 
