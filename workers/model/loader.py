@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -36,7 +36,7 @@ from workers.model.parallel import (
 from workers.model.rotary import Rotary
 from workers.model.spans import spans_of_rank
 from workers.model.spec import check_tensor_parallel
-from workers.model.weights import WeightReader
+from workers.model.weights import Parts, WeightReader
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ class _Loader:
         size = self._parallel.size
         if device.type == "cpu":  # a GPU's products and collectives take orders of their own
             self._orders = orders_of_rank(spec, self._parallel.rank, size)
+        if not names.inputs_first:
+            self._reader.expect([self._stored(parts) for parts in self._matrices()])
         positions = None
         if spec.learned_positions:
             positions = self._reader.rows(checkpoint.stored_name(f"{names.prefix}{names.positions}.weight"))
@@ -123,6 +125,16 @@ class _Loader:
             head=VocabParallelHead(packed_head, tuple(widths), self._parallel),
             head_ids=head_ids,
         )
+
+    def _matrices(self) -> Iterator[Sequence[tuple[str, Sequence[range]]]]:
+        """As `_joined` will be asked for those of all layers, but for experts, which are small and many."""
+        spec, names = self._spec, self._spec.weights
+        for index in range(spec.num_layers):
+            yield [(names.of_layer(index, part), spans) for part, spans in self._spans.qkv]
+            yield [(names.of_layer(index, names.output), ())]
+            if spec.experts_of_layer(index) is None:
+                yield [(names.of_layer(index, part), spans) for part, spans in self._spans.up]
+                yield [(names.of_layer(index, names.down), ())]
 
     def _layer(self, index: int) -> Layer:
         spec, names = self._spec, self._spec.weights
@@ -309,7 +321,7 @@ class _Loader:
     ) -> torch.Tensor | QuantizedWeight:
         """Some outputs of some matrices, one below the other: with the codes of the files where all of them
         have some of one form, else as values. Without spans: all outputs."""
-        stored = [(self._checkpoint.stored_name(f"{name}.weight"), spans or None) for name, spans in parts]
+        stored = self._stored(parts)
         if self._keeps_layers:
             kept = [self._kept(name, spans, inputs, self._quantization) for name, spans in stored]
             coded = [weight for weight in kept if weight is not None]
@@ -317,6 +329,10 @@ class _Loader:
                 return stack(coded)
             self.num_not_kept += sum(self._checkpoint.stem(name) is not None for name, _ in stored)
         return self._reader.joined(stored, inputs=inputs, inputs_first=self._spec.weights.inputs_first)
+
+    def _stored(self, parts: Sequence[tuple[str, Sequence[range]]]) -> Parts:
+        """As the files call them."""
+        return [(self._checkpoint.stored_name(f"{name}.weight"), spans or None) for name, spans in parts]
 
     def _kept(
         self, stored: str, outputs: Sequence[range] | None, inputs: range | None, wanted: Quantization

@@ -39,7 +39,7 @@ DTYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_AHEAD_BYTES = 64 << 20
+_AHEAD_STEP_BYTES = 128 << 10  # the system takes no more than its read-ahead of one call, often this much
 _BEHIND_BYTES = 512 << 20  # that stay cached: other ranks want other columns of the same rows soon
 _BUFFER_BYTES = 8 << 20  # of whole rows that only some columns are wanted of
 
@@ -88,7 +88,7 @@ class TensorFiles:
         stored = self._tensors[name]
         entry, dtype = stored.entry, DTYPES[stored.entry.dtype]
         shape = entry.shape
-        row_bytes = (entry.stop - entry.start) // max(1, shape[0]) if shape else dtype.itemsize
+        row_bytes = _row_bytes(stored)
         at = entry.start
         if rows is not None:
             at, shape = at + rows.start * row_bytes, (len(rows), *shape[1:])
@@ -103,6 +103,16 @@ class TensorFiles:
             wanted = slice(columns.start * dtype.itemsize, columns.stop * dtype.itemsize)
             self._fill_columns(stored, at, row_bytes, wanted, content.view(shape[0], -1))
         return found
+
+    def fetch(self, name: str, rows: range) -> None:
+        """Asks the system to bring these rows into its cache meanwhile. Raises CheckpointError as `part`."""
+        stored = self._tensors[name]
+        descriptor, row_bytes = self._descriptor(stored.file), _row_bytes(stored)
+        at, stop = (stored.entry.start + row * row_bytes for row in (rows.start, rows.stop))
+        while at < stop:
+            count = min(_AHEAD_STEP_BYTES, stop - at)
+            os.posix_fadvise(descriptor, at, count, os.POSIX_FADV_WILLNEED)
+            at += count
 
     def _fill_columns(
         self, stored: StoredTensor, at: int, row_bytes: int, wanted: slice, into: torch.Tensor
@@ -129,8 +139,6 @@ class TensorFiles:
             if count == 0:
                 raise CheckpointError(f"{stored.file}: tensor {stored.entry.name} has become shorter")
             done += count
-        # What follows is mostly what is read next: the system fetches it while these bytes are worked on.
-        os.posix_fadvise(descriptor, at + done, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         if not self._stay_cached:
             self._behind.append(_Extent(descriptor, at, done))
             self._let_go()
@@ -152,3 +160,9 @@ class TensorFiles:
                 raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
             self._open[file] = found
         return found
+
+
+def _row_bytes(stored: StoredTensor) -> int:
+    """A tensor without axes is one row."""
+    entry = stored.entry
+    return (entry.stop - entry.start) // max(1, *entry.shape[:1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from types import TracebackType
 
 import torch
@@ -23,6 +24,9 @@ from workers.model.errors import CheckpointError
 from workers.model.formats.reading import Span, StoredWeight, read_part
 from workers.model.lending import check_ids
 from workers.model.tensor_files import DTYPES, TensorFiles
+
+Parts = Sequence[tuple[str, Sequence[range] | None]]
+"""Matrices that become one: the name of each, and spans of its outputs; None: all."""
 
 _LARGE_BYTES = 4 << 20
 _log = logging.getLogger(__name__)
@@ -38,6 +42,7 @@ class WeightReader:
         # Both the files and what is made of them: else what is over would be kept at the cost of what comes.
         fit = 2 * checkpoint.weight_bytes <= available_host_bytes()
         self._files = TensorFiles(checkpoint.tensors, stay_cached=fit)
+        self._followers: dict[str, Parts] = {}  # what is read after a matrix, or after several in one
 
     def __enter__(self) -> WeightReader:
         return self
@@ -46,6 +51,11 @@ class WeightReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._files.__exit__(kind, error, trace)
+
+    def expect(self, matrices: Sequence[Parts]) -> None:
+        """In this order `joined` will be asked for them: while one is read and worked on, the system fetches
+        the next. Of matrices with outputs in rows; what is in few bits in the files is left to the system."""
+        self._followers = {parts[0][0]: following for parts, following in pairwise(matrices)}
 
     def vector(
         self, name: str, spans: Sequence[range] | None = None, dtype: torch.dtype | None = None
@@ -82,7 +92,7 @@ class WeightReader:
 
     def joined(
         self,
-        parts: Sequence[tuple[str, Sequence[range] | None]],
+        parts: Parts,
         *,
         inputs: range | None = None,
         inputs_first: bool = False,
@@ -91,11 +101,10 @@ class WeightReader:
 
         Nothing is in memory twice, where the files have the wanted dtype.
         """
-        pieces = [
-            (name, span)
-            for name, outputs in parts
-            for span in (outputs or [range(self._checkpoint.matrix_shape(name)[0])])
-        ]
+        pieces = self._pieces(parts)
+        for name, span in self._pieces(self._followers.get(parts[0][0], ())):
+            if self._checkpoint.stem(name) is None:
+                self._files.fetch(name, span)
         width = self._checkpoint.matrix_shape(parts[0][0])[1] if inputs is None else len(inputs)
         whole = _room(sum(len(span) for _, span in pieces), width, self._dtype)
         at = 0
@@ -105,6 +114,14 @@ class WeightReader:
             self._check(name, piece)
             at += len(span)
         return whole.to(self._device)
+
+    def _pieces(self, parts: Parts) -> list[tuple[str, range]]:
+        """Each a span of outputs."""
+        return [
+            (name, span)
+            for name, outputs in parts
+            for span in (outputs or [range(self._checkpoint.matrix_shape(name)[0])])
+        ]
 
     def _read_into(
         self, piece: torch.Tensor, name: str, span: range, inputs: range | None, inputs_first: bool
