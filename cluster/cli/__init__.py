@@ -45,6 +45,7 @@ def _open_missing_streams() -> None:
             if nowhere != number:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
+            os.set_inheritable(number, True)  # else it would be missing again in the children
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 

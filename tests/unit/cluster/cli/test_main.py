@@ -56,6 +56,17 @@ def test_closed_standard_streams_change_no_exit_code(tmp_path: Path, closed: str
         assert (done.returncode, b"Traceback" in done.stderr) == (code, False), done.stderr
 
 
+def test_children_have_the_standard_streams_that_were_closed() -> None:
+    child = "import sys; sys.stderr.write(f'{sys.stdin is None} {sys.stdout is None}')"
+    program = (
+        "from cluster.cli import _open_missing_streams as o; import subprocess as s, sys; o(); "
+        f'sys.exit(s.call([sys.executable, "-c", {child!r}]))'
+    )
+    command = f"exec {shlex.join([sys.executable, '-c', program])} <&- >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stderr) == (0, b"False False")
+
+
 def test_a_question_that_nobody_can_answer_is_said_so() -> None:
     """Standard input may be closed."""
     program = "from cluster.cli import _open_missing_streams as o; import sys; o(); print(sys.stdin.isatty())"
