@@ -47,7 +47,7 @@ def measure(order: Order, report: Callable[[str], None], *, timeout_s: float) ->
 
         def give_up() -> None:
             is_late.set()
-            process.kill()
+            _end(process)
 
         watch = threading.Timer(timeout_s, give_up)
         watch.start()
@@ -88,6 +88,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asks first: what is half made is removed on the way out."""
     if process.poll() is None:
         process.terminate()
         try:

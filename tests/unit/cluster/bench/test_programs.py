@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cluster.bench import child
 from cluster.bench.calibrate import calibrate
 from cluster.bench.chart import main
 from cluster.bench.child import MeasuringFailed, measure
@@ -177,3 +178,22 @@ sys.exit(program.main())
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_is_late_may_remove_what_is_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_made = tmp_path / "half made"
+    program = f"""
+import pathlib, signal, sys, time
+folder = pathlib.Path({str(half_made)!r})
+signal.signal(signal.SIGTERM, lambda *_: (folder.rmdir(), sys.exit(143)))
+folder.mkdir()
+print('{{"progress": "made"}}', flush=True)
+time.sleep(60)
+"""
+    monkeypatch.setattr(child, "module_command", lambda module: [sys.executable, "-c", program])
+    said: list[str] = []
+    with pytest.raises(MeasuringFailed, match="not done within 3 s"):
+        measure(SweepOrder(engine=settings(tmp_path)), said.append, timeout_s=3.0)
+    assert (said, half_made.exists()) == (["made"], False)
