@@ -23,16 +23,16 @@ def _family(host: str) -> socket.AddressFamily:
 
 def check_port(host: str, port: int) -> None:
     """Raise LaunchError when the port is taken. HAProxy would share it silently with another HAProxy."""
-    with socket.socket(_family(host)) as probe:
-        # What a stopped server left in TIME_WAIT is no obstacle; a listener is, with this option too.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(_family(host)) as probe:
+            # What a stopped server left in TIME_WAIT is no obstacle; a listener is, with this option too.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise LaunchError(
-                f"port {port} on {host} cannot be used: {error.strerror}; stop what listens there "
-                "or choose another port (--port N, or http_options.port in the file)"
-            ) from error
+    except OSError as error:
+        raise LaunchError(
+            f"port {port} on {host} cannot be used: {error.strerror}; stop what listens there "
+            "or choose another port (--port N, or http_options.port in the file)"
+        ) from error
 
 
 @contextmanager

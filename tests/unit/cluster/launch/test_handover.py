@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Any
 
@@ -32,6 +33,20 @@ def test_ports_of_version_6() -> None:
     except OSError:
         pytest.skip("this machine has no addresses of version 6")
     check_port("::", port)
+
+
+def test_a_machine_without_version_6_is_told_which_port_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Version4(socket.socket):
+        def __init__(self, family: int = socket.AF_INET) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family)
+
+    monkeypatch.setattr(socket, "socket", Version4)
+    with pytest.raises(LaunchError, match="port 8000 on :: cannot be used: Address family not supported"):
+        check_port("::", 8000)
 
 
 def test_a_port_is_promised_to_one_command_at_a_time_before_anything_listens() -> None:
