@@ -6,6 +6,7 @@ on top: a port that strangers cannot reach, the config tree in `args`, deploymen
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -149,10 +150,9 @@ def _variable_problems(tree: YamlTree) -> Iterator[Problem]:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True
 
 
 def _all_ask_for_keys(tree: dict[str, Any]) -> bool:

@@ -126,7 +126,10 @@ def test_a_name_that_serve_cannot_use_is_refused(tmp_path: Path, name: str) -> N
     assert (problem.line, problem.path) == (3, "applications[0].name")
 
 
-@pytest.mark.parametrize(("text", "is_right"), [("0.5", True), ("3", True), ("x", False), ("", False)])
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [("0.5", True), ("3", True), ("1e1", True), ("x", False), ("", False), ("nan", False), ("inf", False)],
+)
 def test_variables_that_are_read_as_numbers_are_numbers(tmp_path: Path, text: str, is_right: bool) -> None:
     variables = (
         f'{{RAY_SERVE_CONTROL_LOOP_INTERVAL_S: "{text}", RAY_SERVE_MINE: "x", OTHER_S: "x", '
