@@ -135,7 +135,7 @@ def _first_sums(
         every = torch.randn(place.size, _PERIOD, generator=generator).to(dtype)  # of all ranks
         own = every[place.rank].to(buffer.device)
         short, long = own.clone(), own.repeat(buffer.nbytes // own.nbytes + 1)  # one shot; pieces, in two
-        by_nccl = short.clone(), long.clone()
+        by_nccl = (short.clone(), long.clone()) if place.size == 2 else ()
         for message in (short, long):
             collective.all_reduce(message)
         for message in by_nccl:
@@ -146,7 +146,7 @@ def _first_sums(
             problem = problem or f"a first sum of {dtype} is wrong"
         if not torch.equal(long.view(-1, _PERIOD), short.expand(len(long) // _PERIOD, -1)):
             problem = problem or f"a sum of {dtype} depends on the length of the message or the place in it"
-        if place.size == 2 and not (torch.equal(short, by_nccl[0]) and torch.equal(long, by_nccl[1])):
+        if by_nccl and not (torch.equal(short, by_nccl[0]) and torch.equal(long, by_nccl[1])):
             problem = problem or f"NCCL finds another sum of {dtype} of two ranks"
         digest.update(found.view(torch.uint8).numpy().tobytes())
     if problem:

@@ -30,6 +30,14 @@ class Wrong(EmulatedMemory):
         super().one_shot(part, out)
 
 
+class Rounding(EmulatedMemory):
+    """Gives the next number in place of the sum."""
+
+    def one_shot(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        super().one_shot(part, out)
+        out.copy_(torch.nextafter(out, torch.full_like(out, torch.inf)))
+
+
 class ByLength(EmulatedMemory):
     """Another order for what goes in two shots."""
 
@@ -184,6 +192,7 @@ def test_ranks_that_do_not_meet(caplog: pytest.LogCaptureFixture) -> None:
     [
         (2, Wrong, "rank 0: a first sum of torch.bfloat16 is wrong"),
         (3, Wrong, "rank 0: a first sum of torch.bfloat16 is wrong"),
+        (2, Rounding, "rank 0: NCCL finds another sum of torch.bfloat16 of two ranks"),
         (
             3,
             ByLength,
