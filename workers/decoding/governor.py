@@ -34,9 +34,8 @@ from workers.decoding.trials import GuessTrials
 _MARGIN = 1.05
 _TRIAL_SHARE = 0.02  # of the time without guesses that reading for a trial may take
 _TRIED_TREE = 4  # guesses of a tree in a trial
-_KNOWN_TREES = (
-    6  # until so many have been checked, one sequence at a time has one: a full batch would pay dearly
-)
+# Until so many have been checked, one sequence at a time has one: a full batch would pay dearly.
+_KNOWN_TREES = 6
 
 
 class Unread(NamedTuple):

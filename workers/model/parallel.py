@@ -64,7 +64,8 @@ RowParallel = PackedLinear | OrderedLinear  # gives a Part
 class TensorParallel:
     """This rank's place in its group. With size 1 every method is a no-op.
 
-    Collectives have a timeout of their own; a dead peer surfaces as a RuntimeError.
+    Collectives have a timeout of their own, but for sums in symmetric memory and what a CUDA graph replays:
+    there rank 0's watchdog ends the group. A dead peer surfaces as a RuntimeError.
     """
 
     rank: int = 0

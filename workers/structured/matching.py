@@ -140,7 +140,7 @@ class LlguidanceState:
     def _fill(self, drafts: Sequence[int]) -> None:
         """Raises GrammarFailed."""
         began = self._own_s()
-        self._rows = self._with_room(lambda: self._rows_of(drafts), most_lexers=1 if drafts else 2)
+        self._rows = self._with_room(lambda: self._rows_of(drafts), most_others=1 if drafts else 2)
         self.cost_s = (self._own_s() - began) / len(self._rows)
         self._spent_s += self.cost_s
         if self._spent_s > _MAX_FIRST_S + _MAX_TOKEN_S * len(self._tokens):
@@ -158,11 +158,11 @@ class LlguidanceState:
         """What `bits(0)` gives out after `fill(())`. Raises GrammarFailed."""
         return self._row(0)
 
-    def _with_room(self, call: Callable[[], Result], most_lexers: int = 2) -> Result:
-        """What it gives; called again, with another lexer, when this one has no room. The next one may be
-        full of others' states too, the one after that is new. It begins with the matcher behind the tokens.
-        Raises GrammarFailed."""
-        for is_last in (*[False] * most_lexers, True):
+    def _with_room(self, call: Callable[[], Result], most_others: int = 2) -> Result:
+        """What it gives; called again, with up to `most_others` other lexers, when this one has no room. The
+        next one may be full of others' states too, the one after that is new. It begins with the matcher
+        behind the tokens. Raises GrammarFailed."""
+        for is_last in (*[False] * most_others, True):
             try:
                 if self._is_behind:
                     self._consume(self._tokens)
