@@ -116,11 +116,15 @@ class LeaderLink:
 
     @contextmanager
     def limited(self, what: str, timeout_s: float) -> Iterator[None]:
-        """What takes longer inside ends the group. Only from `accept` on is there a watchdog."""
+        """What takes longer inside ends the group. Only from `accept` on is there a watchdog. What is raised
+        inside once the group has failed becomes GroupFailed."""
         reason = f"{what} has taken more than {timeout_s:g} s: a rank hangs, in a collective perhaps"
         self._limit = time.monotonic() + timeout_s, reason
         try:
             yield
+        except Exception:
+            self.check()  # a collective that was interrupted does not say why
+            raise
         finally:
             self._limit = None
 

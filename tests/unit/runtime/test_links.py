@@ -210,9 +210,13 @@ def test_a_start_that_hangs_ends_the_group():
                 pass
             time.sleep(1.5 * TIMEOUT_S)  # nothing is limited any more
             assert made.failures == []
-            with made.link.limited("the warm-up", 0.5 * TIMEOUT_S):
+            with pytest.raises(ValueError, match="of its own"), made.link.limited("what fails", TIMEOUT_S):
+                raise ValueError("of its own")
+            with pytest.raises(GroupFailed) as caught, made.link.limited("the warm-up", 0.5 * TIMEOUT_S):
                 reason = made.reason(within_s=2 * TIMEOUT_S)
+                raise RuntimeError("NCCL communicator was aborted")
             assert reason == "the warm-up has taken more than 0.5 s: a rank hangs, in a collective perhaps"
+            assert str(caught.value) == reason
             assert all(each.wait(2) for each in interrupted)
 
 
