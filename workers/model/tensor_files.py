@@ -165,4 +165,4 @@ class TensorFiles:
 def _row_bytes(stored: StoredTensor) -> int:
     """A tensor without axes is one row."""
     entry = stored.entry
-    return (entry.stop - entry.start) // max(1, *entry.shape[:1])
+    return (entry.stop - entry.start) // max((1, *entry.shape[:1]))
