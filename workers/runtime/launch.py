@@ -48,6 +48,11 @@ class LocalGroup:
         return self._leader.failure
 
     @property
+    def is_symmetric(self) -> bool:
+        """As `Leader.is_symmetric`."""
+        return self._leader.is_symmetric
+
+    @property
     def executor(self) -> Executor:
         return self._leader.executor
 

@@ -100,6 +100,7 @@ class Leader:
         self._group: ProcessGroup | None = None
         self._prepared: dict[int, Facts] = {}
         self._ranks_on_machine = 1
+        self.is_symmetric = False  # whether the ranks add up in symmetric memory; known after `load`
         if config.parallel.tensor_parallel > 1:
             self._store = open_store(host, timeout_s=STORE_TIMEOUT_S)
             listener = open_port(host)
@@ -218,6 +219,7 @@ class Leader:
             if symmetric is not None:
                 link.interrupt_with(symmetric.abort)
                 parallel = replace(parallel, symmetric=symmetric)
+                self.is_symmetric = True
         if model.device.type == "cpu":
             shared = shared_memory.lead(_place(self._config, 0), num_here, agree)
             if shared is not None:
