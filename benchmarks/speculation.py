@@ -229,10 +229,15 @@ def _row(work: str, method: str, runs: list[list[Run]], plain: list[list[Run]]) 
         "ratio_to_plain": round(rate / plain_rate, 3),
         "tokens_per_step": round(sum(run.num_tokens for run in all_runs) / steps, 2),
         "accepted": round(accepted / drafted, 3) if drafted else None,
-        "seconds": [[round(run.seconds, 4) for run in each] for each in (*plain, *runs)],
+        "plain_seconds": _seconds(plain),
+        "seconds": _seconds(runs),
     }
-    print({name: value for name, value in row.items() if name != "seconds"}, flush=True)
+    print({name: value for name, value in row.items() if not name.endswith("seconds")}, flush=True)
     return row
+
+
+def _seconds(runs: list[list[Run]]) -> list[list[float]]:
+    return [[round(run.seconds, 4) for run in each] for each in runs]
 
 
 def _rate(runs: list[list[Run]]) -> float:

@@ -38,7 +38,7 @@ class ParallelSettings(BaseModel):
     threads_per_rank: int | None = None  # CPU threads; None: usable cores / ranks of the group on the machine
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cuda_graphs: bool = True  # decode steps on a GPU are recorded at start and replayed
-    symmetric_memory: bool = True  # ranks on GPUs of one machine add up through it where they can
+    symmetric_memory: bool = True  # GPUs of one machine add up over NVLink without NCCL, where they can
 
 
 class PoolConfig(BaseModel):

@@ -10,8 +10,8 @@ only because some end: `num_candidates` of a hypothesis are always enough.
 The rules and the scores are those of transformers' `_beam_search` (5.24), on the number of new tokens;
 early stopping says when to end with `width` finished ones: at once, when the best hypothesis at its length
 now cannot beat the worst of them, or (NEVER) not at the length that suits it best. A search of width 1 ends
-at once: it is greedy, as there. The method: Lowerre, "The
-Harpy Speech Recognition System" (1976); the length penalty: Wu et al. (2016).
+at once: it is greedy, as there. The method: Lowerre, "The Harpy Speech Recognition System" (1976); the length
+penalty: Wu et al. (2016).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class TorchPeers:
 
     @property
     def name(self) -> str:
-        """Of this rank's GPU, for all processes."""
+        """Of this rank's GPU, for all processes. Raises RuntimeError."""
         return _uuid(self._device.index)
 
     def reachable(self) -> list[str]:
@@ -121,4 +121,7 @@ def let_go(own: torch.Tensor, pads: list[torch.Tensor], rank: int) -> None:
 
 
 def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+    try:
+        return str(torch.cuda.get_device_properties(index).uuid)
+    except AttributeError as error:
+        raise RuntimeError(f"this torch does not tell which GPU it is: {error}") from error

@@ -8,7 +8,8 @@ agreements:
     what came of first sums, or its problem                   -> whether the bits of all are the same
 
 They are not left out where the config or several machines forbid it: the ranks must not differ in what they
-agree on. Memory is taken before the KV pool is measured.
+agree on. A rank that alone fails to map the memory or to make a sum leaves the others waiting for it: the
+limit of the start ends the group then. Memory is taken before the KV pool is measured.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Peers(Protocol):
 
     @property
     def name(self) -> str:
-        """Of this rank's own, for all ranks; without blanks."""
+        """Of this rank's own, for all ranks; without blanks. Raises RuntimeError."""
         ...
 
     def reachable(self) -> list[str]:
@@ -68,13 +69,13 @@ def settle(
 
     nccl: of the group, in place. The first sums have no timeout: a watchdog has to be there.
     """
-    problem, reached, bits = place.objection, "", ""
+    problem, name, reached, bits = place.objection, "", "", ""
     if not problem:
         try:
-            reached = " ".join(peers.reachable())
+            name, reached = peers.name, " ".join(peers.reachable())
         except RuntimeError as error:
             problem = str(error)
-    verdict = agree({PROBLEM: problem, _GPU: peers.name, _REACHED: reached}, _all_reach_all)
+    verdict = agree({PROBLEM: problem, _GPU: name, _REACHED: reached}, _all_reach_all)
     collective = None
     if not verdict[PROBLEM]:
         try:
