@@ -21,6 +21,7 @@ _HEAD = '%llguidance {"no_forcing": true}\n'
 _JSON_OPTIONS = {"whitespace_pattern": "(\\n {0,32}| )", "lenient": False, "coerce_one_of": False}
 _OPTIONS_KEY = "x-guidance"
 _ESCAPES_AND_LINES = re.compile(r"\\?\n|\\.")
+_VERBOSE = re.compile(r"\\.|(\(\?[a-zA-Z]*x)", re.DOTALL)
 
 
 def source_of(grammar: Grammar) -> str:
@@ -52,11 +53,13 @@ def _regex(text: str) -> str:
     text = text.removeprefix("^")
     if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2 == 1:
         text = text[:-1]
+    if "\n" in text and any(found[1] for found in _VERBOSE.finditer(text)):
+        raise GrammarRefused("the regular expression has the flag x and new lines, which say nothing then")
     # A new line may itself be escaped, as Python's `re.escape` has it.
     text = _ESCAPES_AND_LINES.sub(lambda found: found[0] if found[0][-1] != "\n" else "\\n", text)
     if (len(text) - len(text.rstrip("\\"))) % 2 == 1:
         raise GrammarRefused("the regular expression ends within an escape")
-    return regex_to_lark(text)
+    return regex_to_lark(text, use_ascii="d")
 
 
 def _choice(text: str) -> str:

@@ -63,3 +63,31 @@ def test_a_regular_expression_that_ends_within_an_escape_is_refused(pattern: str
 def test_a_last_dollar_that_is_escaped_stays(vocabulary: LLTokenizer) -> None:
     assert accepts(vocabulary, REGEX, r"a\$", "a$")
     assert not accepts(vocabulary, REGEX, "a$", "a$")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer", "is_right"),
+    [
+        (r"\d", "7", True),
+        (r"\d", "\u0967", False),
+        (r"[a\d]", "\u0967", False),
+        (r"\D", "\u0967", True),
+        (r"[^\d]", "\u0967", True),
+        (r"[^\d]", "7", False),
+        (r"\\d", "\\d", True),
+        (r"\\d", "\\7", False),
+    ],
+)
+def test_digits_are_0_to_9(vocabulary: LLTokenizer, pattern: str, answer: str, is_right: bool) -> None:
+    assert accepts(vocabulary, REGEX, pattern, answer) is is_right
+
+
+@pytest.mark.parametrize("pattern", ["(?x) a # one\n b", "a(?ix-s:b\nc)", "(?x)a\\\nb"])
+def test_new_lines_that_say_nothing_are_refused(pattern: str) -> None:
+    with pytest.raises(GrammarRefused, match="the flag x and new lines"):
+        source_of(Grammar(kind=REGEX, text=pattern))
+
+
+@pytest.mark.parametrize(("pattern", "answer"), [("(?x) a b", "ab"), ("\\(?x\n", "(x\n"), ("(?i)X\n", "x\n")])
+def test_the_flag_x_alone_is_taken(vocabulary: LLTokenizer, pattern: str, answer: str) -> None:
+    assert accepts(vocabulary, REGEX, pattern, answer)
