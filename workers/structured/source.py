@@ -12,6 +12,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from workers.engine.grammars import GrammarRefused
+from workers.structured.schema import check_schema
 from workers.types import Grammar, GrammarKind
 
 # Forced text is not looked for: of a{1000000} it would be all of it, in one go, and nobody asks for it here.
@@ -43,6 +44,7 @@ def _schema(text: str) -> str:
         raise GrammarRefused("a JSON schema is an object")
     if _OPTIONS_KEY in schema:
         raise GrammarRefused(f"the key {_OPTIONS_KEY} is not supported")
+    check_schema(schema)
     return json.dumps({**schema, _OPTIONS_KEY: _JSON_OPTIONS})
 
 
