@@ -39,7 +39,7 @@ class LlguidanceBackend:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | str | None = None  # a text: why there is none
-        self._trials = Trials(_MAX_LEXER_STATES)
+        self._trials = Trials(folder, vocab_size, _MAX_LEXER_STATES)
 
     def warm(self) -> None:
         """Reads the vocabulary, which otherwise happens with the first grammar and holds the interpreter for
@@ -62,8 +62,9 @@ class LlguidanceBackend:
                 code="unsupported_parameter",
             )
         source = source_of(grammar)
-        if problem := self._trials.problem_with(source):
-            raise GrammarRefused(_message(problem, grammar.kind))
+        verdict = self._trials.verdict_on(source)
+        if verdict.problem:
+            raise GrammarRefused(_message(verdict.problem, grammar.kind))
         tokenizer = self._tokenizer
 
         def make() -> LLMatcher:
@@ -73,7 +74,9 @@ class LlguidanceBackend:
                 raise GrammarRefused(_message(matcher.get_error(), grammar.kind))
             return matcher
 
-        num_bytes = _BYTES_OF_SOURCE * len(source) + _BYTES_OF_STATE * _MAX_LEXER_STATES
+        num_bytes = (
+            max(_BYTES_OF_SOURCE * len(source), verdict.num_bytes) + _BYTES_OF_STATE * _MAX_LEXER_STATES
+        )
         try:
             return LlguidanceGrammar(make, self._vocab_size, num_bytes)
         except GrammarFailed as error:

@@ -16,14 +16,14 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from workers.engine.grammars import GrammarRefused
 from workers.types import TOO_BUSY
 
 _PROGRAM = Path(__file__).with_name("trial_process.py")
 _MAX_CPU_S = 2  # of the process; the system counts whole seconds, so up to one more
-_MAX_MEMORY_BYTES = 512 << 20  # address space, with some 100 MB of Python
+_MAX_MEMORY_BYTES = 512 << 20  # address space, beside that of Python and the vocabulary
 # Of it, llguidance takes more the longer the chains of rules are. Threads have 8 MB, or 2 where the system
 # sets no limit, and one without stack ends its whole process.
 _MAX_STACK_BYTES = 1 << 20
@@ -32,11 +32,20 @@ _MAX_WAIT_S = 20.0  # where the machine is so busy that the process hardly runs
 _log = logging.getLogger(__name__)
 
 
+class Verdict(NamedTuple):
+    """What the trial of a grammar has shown."""
+
+    problem: str  # what is wrong with it; empty when it is good
+    num_bytes: int  # of memory that it takes, as far as it went
+
+
 class Trials:
     """As many processes as there are grammars at the same time; they stay for the next ones. Any thread may
     use it."""
 
-    def __init__(self, max_lexer_states: int) -> None:
+    def __init__(self, folder: str | Path, vocab_size: int, max_lexer_states: int) -> None:
+        """folder: of the checkpoint, whose vocabulary is known to be readable."""
+        self._arguments = (str(Path(folder).absolute()), vocab_size)
         self._max_lexer_states = max_lexer_states
         self._idle: list[_Process] = []
         weakref.finalize(self, _end_all, self._idle)
@@ -44,13 +53,13 @@ class Trials:
     def start(self) -> None:
         """The first process, so that no grammar waits for it."""
         try:
-            self._idle.append(_Process(self._max_lexer_states))
+            self._idle.append(self._new())
         except OSError as error:  # clients hear of it with their grammars
             _log.warning("no process could be started to compile grammars: %s", error)
 
-    def problem_with(self, source: str) -> str:
-        """What is wrong with a grammar in llguidance's language; empty when it is good. Blocks. Raises
-        GrammarRefused for one that takes too much, and when it cannot be told now."""
+    def verdict_on(self, source: str) -> Verdict:
+        """On a grammar in llguidance's language. Blocks. Raises GrammarRefused for one that takes too much,
+        and when it cannot be told now."""
         try:
             process = self._take()
         except OSError as error:
@@ -60,12 +69,16 @@ class Trials:
                 code=TOO_BUSY,
             ) from None
         try:
-            problem = process.problem_with(source)
+            verdict = process.verdict_on(source)
         except BaseException:
             process.end()
             raise
         self._idle.append(process)
-        return problem
+        return verdict
+
+    def _new(self) -> _Process:
+        """Raises OSError."""
+        return _Process(self._arguments, self._max_lexer_states)
 
     def _take(self) -> _Process:
         """One that waits; those that have ended meanwhile say nothing of any grammar. Raises OSError."""
@@ -73,7 +86,7 @@ class Trials:
             try:
                 process = self._idle.pop()
             except IndexError:
-                return _Process(self._max_lexer_states)
+                return self._new()
             if process.is_alive:
                 return process
             process.end()
@@ -82,8 +95,8 @@ class Trials:
 class _Process:
     """One process; it ends when its input does, and so with this one."""
 
-    def __init__(self, max_lexer_states: int) -> None:
-        numbers = (_MAX_CPU_S, _MAX_MEMORY_BYTES, _MAX_STACK_BYTES, max_lexer_states)
+    def __init__(self, vocabulary: tuple[str, int], max_lexer_states: int) -> None:
+        numbers = (*vocabulary, _MAX_CPU_S, _MAX_MEMORY_BYTES, _MAX_STACK_BYTES, max_lexer_states)
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM), *map(str, numbers)],  # -P: no import from its own folder
             stdin=subprocess.PIPE,
@@ -101,10 +114,11 @@ class _Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def problem_with(self, source: str) -> str:
+    def verdict_on(self, source: str) -> Verdict:
         """See Trials. Raises GrammarRefused; then the process has ended, or must be."""
         try:
-            return self._exchange(source.encode())
+            num_bytes, _, problem = self._exchange(source.encode()).partition(" ")
+            return Verdict(problem, int(num_bytes))
         except (EOFError, BrokenPipeError):
             pass
         self.end()
