@@ -32,7 +32,8 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.REGEX:
         return f"{_HEAD}start: /{_regex(grammar.text)}/"
     if grammar.kind is GrammarKind.CHOICE:
-        return f"{_HEAD}start: {_choice(grammar.text)}"
+        # As one word, which may be any of thousands: as many rules would be more than the parser takes.
+        return f"{_HEAD}start: TEXT\nTEXT: {_choice(grammar.text)}"
     if "%llguidance" in grammar.text:
         raise GrammarRefused("a grammar cannot have the directive %llguidance")
     return _HEAD + grammar.text

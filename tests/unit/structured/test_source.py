@@ -45,6 +45,12 @@ def test_every_character_stands_for_itself(
     assert wrong == []
 
 
+def test_choices_may_be_thousands_and_one_the_begin_of_another(vocabulary: LLTokenizer) -> None:
+    text = json.dumps(["c", *(f"c{number}" for number in range(5000))])
+    assert all(accepts(vocabulary, CHOICE, text, answer) for answer in ("c", "c4", "c499", "c4999"))
+    assert not any(accepts(vocabulary, CHOICE, text, answer) for answer in ("c5000", "d", "cc", "c04"))
+
+
 @pytest.mark.parametrize(
     ("pattern", "answer"),
     [("a\nb", "a\nb"), ("a\\\nb", "a\nb"), ("a\\\\\nb", "a\\\nb"), ("a\\nb", "a\nb"), ("a\\\\nb", "a\\nb")],
