@@ -57,6 +57,9 @@ class ParallelConfig:
     device: str = "auto"  # auto, cpu, cuda
     cuda_graphs: bool = True  # decode steps on a GPU are recorded at start and replayed
     symmetric_memory: bool = True  # GPUs of one machine add up over NVLink without NCCL, where they can
+    # A GPU computes prompts with FlashInfer, where that is installed: a token's bits then depend on how its
+    # prompt was cut, and on most GPUs on what else was in the step. Not beside speculative methods.
+    flashinfer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,9 @@ class ParallelSettings(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cuda_graphs: bool = True  # decode steps on a GPU are recorded at start and replayed
     symmetric_memory: bool = True  # GPUs of one machine add up over NVLink without NCCL, where they can
+    flashinfer: bool = (
+        False  # a GPU computes prompts with FlashInfer, where installed: workers.config has more
+    )
 
 
 class PoolConfig(BaseModel):
@@ -80,6 +83,7 @@ class PoolConfig(BaseModel):
             device=self.parallel.device,
             cuda_graphs=self.parallel.cuda_graphs,
             symmetric_memory=self.parallel.symmetric_memory,
+            flashinfer=self.parallel.flashinfer,
         )
         return GroupConfig(
             model=model,

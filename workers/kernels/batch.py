@@ -32,6 +32,7 @@ class StepBatch:
     parents: torch.Tensor | None = None
     lengths: torch.Tensor | None = None  # (S,) int32: tokens of the sequence; None: as context_lens
     max_length: int = 0  # of those; 0: max_context_len
+    host: StepArrays | None = None  # what it was made of; None: a graph's, of which the host knows nothing
 
 
 def build_batch(
@@ -87,6 +88,7 @@ def build_batch(
         parents=tensor(arrays.parents.copy()) if len(arrays.parents) else None,
         lengths=tensor(arrays.lengths.copy()) if len(arrays.lengths) else None,
         max_length=int(arrays.lengths.max(initial=0)),
+        host=arrays,
     )
 
 

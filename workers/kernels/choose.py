@@ -20,12 +20,15 @@ def load_library() -> Library:
     return Library(library(default_cache()))
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels that work for `dtype` on `device`. May compile: call once, at load."""
+def kernels_for(device: torch.device, dtype: torch.dtype, *, flashinfer: bool = False) -> Kernels:
+    """The fastest kernels that work for `dtype` on `device`. May compile: call once, at load.
+
+    flashinfer: whether a GPU may compute prompts with it, to other bits than what is computed by Triton.
+    """
     if dtype not in DTYPES:
         return TorchKernels()
     if device.type == "cuda":
-        return _gpu_kernels(dtype)
+        return _gpu_kernels(device, dtype, flashinfer)
     if device.type != "cpu":
         return TorchKernels()
     try:
@@ -35,11 +38,12 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
         return TorchKernels()
 
 
-def _gpu_kernels(dtype: torch.dtype) -> Kernels:
+def _gpu_kernels(device: torch.device, dtype: torch.dtype, flashinfer: bool) -> Kernels:
     """Imported here alone: machines without a GPU need no Triton."""
     try:
+        from workers.kernels.gpu.flash_attention import load_flash_attention
         from workers.kernels.gpu.kernels import GpuKernels
     except ModuleNotFoundError as error:
         _log.warning("Triton is not installed, using torch operators (several times slower): %s", error)
         return TorchKernels()
-    return GpuKernels(dtype)
+    return GpuKernels(dtype, load_flash_attention(device) if flashinfer else None)

@@ -18,6 +18,7 @@ from workers.kernels import (
     Quantization,
     RankPart,
     TorchKernels,
+    kernels_for,
 )
 from workers.kernels.memory import MAX_KEPT_ROWS
 from workers.model.architecture import ModelSpec
@@ -130,8 +131,9 @@ class RankModel:
             self._draft_decoder = load_decoder(
                 self._draft, self._dtype, self.device, TensorParallel(), quantization=form
             )
+        kernels = kernels_for(self.device, self._dtype, flashinfer=self._takes_flashinfer())
         decoder = load_decoder(
-            self._checkpoint, self._dtype, self.device, parallel, quantization=self._quantization
+            self._checkpoint, self._dtype, self.device, parallel, kernels, quantization=self._quantization
         )
         has_triton = not isinstance(decoder.kernels, TorchKernels)  # which wait for the device
         self._is_recordable = has_triton and decoder.is_recordable and parallel.is_recordable
@@ -275,6 +277,15 @@ class RankModel:
                 f"model.max_model_len {wanted}: {self._checkpoint.folder} allows 1 to {longest}"
             )
         return wanted
+
+    def _takes_flashinfer(self) -> bool:
+        """Guesses are checked in slices of several rows, which would go to FlashInfer, and their answers
+        would not be those without them."""
+        method = self._config.speculative.method
+        if self._config.parallel.flashinfer and method != "none":
+            _log.warning("Triton computes prompts: parallel.flashinfer does not go with guesses (%s)", method)
+            return False
+        return self._config.parallel.flashinfer
 
     def _open_folder_of_guesses(self) -> None:
         """Of what guesses tokens on rank 0. Raises CheckpointError or RankConfigError."""

@@ -12,6 +12,7 @@ from workers.kernels.draw import Draw
 from workers.kernels.gpu.activation import gelu_tanh, silu_mul
 from workers.kernels.gpu.attention import paged_attention
 from workers.kernels.gpu.draw import draw, start_draw
+from workers.kernels.gpu.flash_attention import FlashAttention
 from workers.kernels.gpu.linear import GpuLinear
 from workers.kernels.gpu.linear_int4 import pack_int4
 from workers.kernels.gpu.norms import add_rms_norm, layer_norm, rms_norm
@@ -34,8 +35,10 @@ from workers.weight_forms import Quantization
 class GpuKernels:
     """Implements Kernels for one dtype, bfloat16 or float32, on one CUDA device."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, flash: FlashAttention | None = None) -> None:
+        """flash: for prompts."""
         self._dtype = dtype
+        self._flash = flash
         self._torch = TorchKernels()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -82,12 +85,18 @@ class GpuKernels:
         check_batch(batch, q.shape[0])
         keys = cache.keys
         assert q.shape[2] == keys.shape[3] and q.shape[1] % keys.shape[1] == 0, (q.shape, keys.shape)
-        return paged_attention(
-            *(q, keys, cache.values, cache.scales, batch),
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-        )
+
+        def own(q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+            return paged_attention(
+                *(q, keys, cache.values, cache.scales, batch),
+                scale=scale,
+                sliding_window=sliding_window,
+                soft_cap=soft_cap,
+            )
+
+        if self._flash is None:
+            return own(q, batch)
+        return self._flash.attend(q, cache, batch, scale, sliding_window, soft_cap, own)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up)

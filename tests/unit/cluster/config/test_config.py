@@ -31,12 +31,12 @@ def test_an_empty_tree_is_the_embedded_model_in_one_pool() -> None:
 
 
 def test_values_reach_the_leaves_that_the_parts_receive() -> None:
-    tree = pool(tensor_parallel=2, cpus_per_rank=0.5, cache={"block_size": 32})
+    tree = pool(tensor_parallel=2, cpus_per_rank=0.5, cache={"block_size": 32}, parallel={"flashinfer": True})
     tree |= {"model": {"path": "/m", "dtype": "float32"}, "router": {"policy": "round_robin"}}
     config = parse_config(tree)
     group = config.pools.by_name()["unified"].group(config.model)
     assert (group.model.path, group.model.dtype) == ("/m", "float32")
-    assert group.parallel.tensor_parallel == 2
+    assert group.parallel.tensor_parallel == 2 and group.parallel.flashinfer
     assert group.cache == CacheConfig(block_size=32)
     assert config.pools.by_name()["unified"].bundles() == [{"CPU": 0.5}, {"CPU": 0.5}]
 

@@ -61,6 +61,7 @@ def alone(batch: StepBatch, sequence: int) -> tuple[StepBatch, slice]:
             context_lens=batch.context_lens[sequence : sequence + 1],
             block_tables=batch.block_tables[sequence : sequence + 1].contiguous(),
             max_context_len=context,
+            host=None,
         ),
         rows,
     )
