@@ -13,6 +13,7 @@ itself. `--dry` runs the same program on the CPU with tiny shapes, the kernels i
               that is stopped, end their group in time
     mistral   tokens and logits of transformers for eight layers of Mistral-7B
     model     the same of a folder that is given
+    flashinfer  where it is installed: prompts by it against torch, and beside Triton
 
 Exit code 1: a check failed, or a part did not end. Targets of speed that are missed are told, and no failure.
 

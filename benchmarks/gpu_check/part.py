@@ -15,6 +15,10 @@ def main(name: str, settings: Settings) -> None:
         from benchmarks.gpu_check.kernels import check_kernels
 
         check_kernels(settings)
+    elif name == "flashinfer":
+        from benchmarks.gpu_check.flash import check_flash
+
+        check_flash(settings)
     elif name == "repeat":
         from benchmarks.gpu_check.repeat import check_repeats
 

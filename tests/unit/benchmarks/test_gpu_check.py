@@ -39,7 +39,7 @@ def test_a_wrong_check_or_a_part_that_does_not_end_is_a_failure(parts: list[Part
 
 
 def test_each_part_is_run_once() -> None:
-    everything = ["kernels", "llama", "repeat", "ranks", "mistral"]
+    everything = ["kernels", "llama", "repeat", "ranks", "mistral", "flashinfer"]
     assert part_names(None, has_model=False) == everything
     assert part_names(None, has_model=True) == [*everything, "model"]
     assert part_names(["model", "ranks", "ranks"], has_model=True) == ["model", "ranks"]
