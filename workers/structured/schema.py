@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 from workers.engine.grammars import GrammarRefused
 
@@ -14,12 +15,13 @@ _VALUES = frozenset(("const", "enum", "default", "examples"))  # no schemas in t
 _LOWEST, _HIGHEST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _EXACT = 1 << 53  # up to here a double is every whole number
 _INT64 = 1 << 63
-_MAX_DIGITS = 40  # in messages
+_MAX_SHOWN = 40  # characters, in messages
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
     """Raises GrammarRefused."""
     parts: list[Any] = [schema]
+    ending: set[str] = set()  # references that lead to something
     while parts:
         part = parts.pop()
         if isinstance(part, list):
@@ -28,6 +30,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
             continue
         _check_items(part)
         _check_bounds(part)
+        _check_reference(schema, part, ending)
         for value in _numbers([part.get("const"), part.get("enum")]):
             if not _is_kept(value):
                 raise _inexact(value)
@@ -65,6 +68,34 @@ def _check_bounds(part: Mapping[str, Any]) -> None:
             raise _inexact(bound)
 
 
+def _check_reference(schema: Mapping[str, Any], part: Any, ending: set[str]) -> None:
+    """One that leads to itself is found by llguidance when an answer comes to it. Adds to `ending`."""
+    chain: set[str] = set()
+    while isinstance(part, dict) and isinstance(name := part.get("$ref"), str) and name not in ending:
+        if name in chain:
+            raise GrammarRefused(f"$ref {name[:_MAX_SHOWN]} leads back to itself, so nothing can be there")
+        chain.add(name)
+        part = _referred(schema, name)
+    ending |= chain
+
+
+def _referred(schema: Mapping[str, Any], reference: str) -> Any:
+    """What is at a JSON pointer (RFC 6901) in a fragment; None: nothing, or not in this schema."""
+    pointer = reference.removeprefix("#")
+    if pointer == reference or (pointer and not pointer.startswith("/")):
+        return None
+    part: Any = schema
+    for name in unquote(pointer).split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, dict):
+            part = part.get(key)
+        elif isinstance(part, list) and key.isdecimal() and len(key) < 6 and int(key) < len(part):
+            part = part[int(key)]
+        else:
+            return None
+    return part
+
+
 def _numbers(value: Any) -> Iterator[int | float]:
     """Those in a JSON value."""
     parts = [value]
@@ -96,6 +127,6 @@ def _is_kept(value: int | float) -> bool:
 
 def _inexact(value: int | float) -> GrammarRefused:
     return GrammarRefused(
-        f"the number {str(value)[:_MAX_DIGITS]} has more digits than answers can be held to: 15 are always "
+        f"the number {str(value)[:_MAX_SHOWN]} has more digits than answers can be held to: 15 are always "
         "kept, of integers those up to 2^53. Make strings of longer identifiers"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,34 @@ def test_numbers_that_would_be_others(schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {"$defs": {"a": {"$ref": "#/$defs/b%7E1~0"}, "b/~": {"$ref": "#/$defs/a", "type": "string"}}},
+        {"anyOf": [{"$ref": "#/anyOf/1"}, {"$ref": "#/anyOf/0"}]},
+    ],
+)
+def test_references_that_lead_to_themselves(schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarRefused, match="leads back to itself"):
+        source(schema)
+
+
+def test_many_references_are_followed_once() -> None:
+    rules = {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(20_000)}
+    began_at = time.monotonic()
+    source({"$defs": rules | {"r20000": {"type": "integer"}}, "$ref": "#/$defs/r0"})
+    assert time.monotonic() - began_at < 10.0
+
+
+@pytest.mark.parametrize(
     ("schema", "answer", "wrong"),
     [
+        (
+            {"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": 1}}},
+            '{"a":{"b":1}}',
+            '{"a":{"b":2}}',
+        ),
         ({"const": EXACT}, str(EXACT), str(EXACT + 1)),
         ({"const": 10**18}, str(10**18), str(10**18 + 1)),
         ({"enum": [-0.5, 3.141592653589793, True]}, "3.141592653589793", "3.14159265358979"),
