@@ -267,7 +267,8 @@ def test_messages_name_the_problem(tiny_server: Serving) -> None:
     )
     assert "look-around" in message(regex="(?=a)b")
     assert 'line 2: unknown name: "c"' in message(grammar='start: "a" b\nb: c')
-    assert "no answer can follow it" in message(json={"$ref": "#"})
+    assert "$ref # leads back to itself" in message(json={"$ref": "#"})
+    assert "no answer can follow it" in message(grammar="start: x\nx: x")
 
 
 def deep(levels: int) -> dict[str, Any]:
