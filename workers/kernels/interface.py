@@ -257,6 +257,14 @@ class Kernels(Protocol):
         """silu(gate) * up for gate_up (T, 2 n) = [gate | up]: (T, n)."""
         ...
 
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """x sigmoid(x)."""
+        ...
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """GELU as it is defined, by the normal distribution (Hendrycks and Gimpel 2016)."""
+        ...
+
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
         """GELU in its tanh form, as GPT-2 uses it."""
         ...

@@ -48,6 +48,8 @@ class Library:
             *(POINTER, POINTER, POINTER, POINTER, *[SIZE] * 6, REAL, REAL, FLAG),
         )
         self.silu_mul = entry("silu_mul", FLAG, POINTER, SIZE, POINTER, SIZE, SIZE, FLAG)
+        self.silu = entry("silu", FLAG, POINTER, POINTER, SIZE, SIZE, FLAG)
+        self.gelu = entry("gelu", FLAG, POINTER, POINTER, SIZE, SIZE, FLAG)
         self.gelu_new = entry("gelu_new", FLAG, POINTER, POINTER, SIZE, SIZE, FLAG)
         self.draw = entry("draw", POINTER, *[SIZE] * 3, POINTER, FLAG, POINTER, FLAG)
         self.collective_bytes = entry("collective_bytes", FLAG, returns=SIZE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -169,13 +169,22 @@ class CpuKernels:
             )
         return out
 
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return self._by_element(self._library.silu, x)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return self._by_element(self._library.gelu, x)
+
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
+        return self._by_element(self._library.gelu_new, x)
+
+    def _by_element(self, function: Callable[..., object], x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == self._dtype, (x.dtype, self._dtype)
         x = x.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         if x.numel():
             size = x.shape[-1]
-            self._library.gelu_new(
+            function(
                 self._code, x.data_ptr(), out.data_ptr(), x.numel() // size, size, torch.get_num_threads()
             )
         return out

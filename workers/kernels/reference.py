@@ -145,6 +145,12 @@ class TorchKernels:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x)
+
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")
 

@@ -45,9 +45,9 @@ class DenseMlp:
     def _nonlinear(self, x: torch.Tensor) -> torch.Tensor:
         match self.activation:
             case Activation.SILU:
-                return F.silu(x)
+                return self.kernels.silu(x)
             case Activation.GELU:
-                return F.gelu(x)
+                return self.kernels.gelu(x)
             case Activation.GELU_TANH:
                 return self.kernels.gelu_new(x)
             case Activation.RELU:

@@ -45,6 +45,7 @@ SHAPES: Mapping[str, tuple[dict[str, object], tuple[int, ...]]] = {
     ),
     "rows of several rounds": ({"hidden_size": 4096, "head_dim": 16}, (1, 2, 4)),
     "odd inner columns": ({"head_dim": 24, "intermediate_size": 97, "vocab_size": 129}, (1, 2, 4)),
+    "odd inner columns, GELU": ({"hidden_act": "gelu", "intermediate_size": 97}, (1, 2, 4)),
 }
 FAMILIES: Mapping[str, tuple[int, ...]] = {
     "gpt2": (1, 2, 3, 4),

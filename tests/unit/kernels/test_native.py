@@ -78,9 +78,12 @@ def test_activations(kernels: tuple[Kernels, torch.dtype], shape: tuple[int, int
     own, dtype = kernels
     x = (torch.randn(shape) * 8).to(dtype)
     assert_close(own.silu_mul(x), REFERENCE.silu_mul(x))
-    assert_close(own.gelu_new(x), REFERENCE.gelu_new(x))
+    for name in ("silu", "gelu", "gelu_new"):
+        assert_close(getattr(own, name)(x), getattr(REFERENCE, name)(x))
     large = torch.tensor([[-3e38, 3e38, -100.0, 100.0, 1.0, 1.0, 1.0, 1.0]]).to(dtype)
     assert_close(own.silu_mul(large), REFERENCE.silu_mul(large))
+    assert_close(own.silu(large), REFERENCE.silu(large))
+    assert_close(own.gelu(large), REFERENCE.gelu(large.double()).to(dtype))
 
 
 def test_layer_norm(kernels: tuple[Kernels, torch.dtype]) -> None:
@@ -236,7 +239,7 @@ def test_wrong_dtypes_and_shapes_are_refused(kernels: tuple[Kernels, torch.dtype
     calls: list[Callable[[], object]] = [
         lambda: own.rms_norm(q, torch.ones(15, dtype=dtype), 1e-5),
         lambda: own.silu_mul(q.to(other)),
-        lambda: own.gelu_new(q.to(other)),
+        *(lambda f=f: f(q.to(other)) for f in (own.silu, own.gelu, own.gelu_new)),
         lambda: own.paged_attention(q.to(other), cache, batch, 1.0, None),
         lambda: own.paged_attention(q[:1], cache, batch, 1.0, None),
         lambda: own.rotary_and_write(q, k, k.to(other), None, None, batch, cache),
@@ -336,11 +339,12 @@ def test_elements_know_no_place_in_their_row(kernels: tuple[Kernels, torch.dtype
     """A rank's row is a piece of another's: vectors begin elsewhere."""
     own, dtype = kernels
     gate, up = torch.randn(5, 200).to(dtype) * 4, torch.randn(5, 200).to(dtype)
-    silu, gelu = own.silu_mul(torch.cat((gate, up), 1)), own.gelu_new(gate)
+    silu = own.silu_mul(torch.cat((gate, up), 1))
     for start in (0, 3, 100, 200 - size):
         cut = slice(start, start + size)
         assert torch.equal(own.silu_mul(torch.cat((gate[:, cut], up[:, cut]), 1)), silu[:, cut])
-        assert torch.equal(own.gelu_new(gate[:, cut].contiguous()), gelu[:, cut])
+        for alone in (own.silu, own.gelu, own.gelu_new):
+            assert torch.equal(alone(gate[:, cut]), alone(gate)[:, cut])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (8, 1, 32), (6, 3, 80), (4, 2, 24)])

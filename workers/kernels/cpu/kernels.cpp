@@ -158,6 +158,12 @@ void tandem_silu_mul(int dtype, const void* gate_up, long row_stride, void* out,
     silu_mul_row((const T*)gate_up + r * row_stride, (const T*)gate_up + r * row_stride + n, (T*)out + r * n, n);
   }));
 }
+void tandem_silu(int dtype, const void* x, void* out, long rows, long n, int threads) {
+  BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) { silu_row((const T*)x + r * n, (T*)out + r * n, n); }));
+}
+void tandem_gelu(int dtype, const void* x, void* out, long rows, long n, int threads) {
+  BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) { gelu_row((const T*)x + r * n, (T*)out + r * n, n); }));
+}
 void tandem_gelu_new(int dtype, const void* x, void* out, long rows, long n, int threads) {
   BY_DTYPE(for_rows(rows, 4 * n, threads, [&](long r) { gelu_new_row((const T*)x + r * n, (T*)out + r * n, n); }));
 }

@@ -98,6 +98,22 @@ inline void silu_mul_row(const bf16* gate, const bf16* up, bf16* out, size_t n) 
   }
 }
 #endif
+template <class T> inline void silu_row(const T* x, T* out, size_t n) {
+  for (size_t i = 0; i < n; i++) put(out[i], widen(x[i]) * sigmoid(widen(x[i])));
+}
+// x times the normal distribution up to x, by erfc of Abramowitz and Stegun 7.1.26: to about 1e-7 absolute.
+template <class T> inline void gelu_row(const T* x, T* out, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    const float v = widen(x[i]), z = (v < 0.f ? -v : v) * 0.70710678f, t = 1.f / (1.f + 0.3275911f * z);
+    float p = 1.061405429f;
+    p = multiply_add(p, t, -1.453152027f);
+    p = multiply_add(p, t, 1.421413741f);
+    p = multiply_add(p, t, -0.284496736f);
+    p = multiply_add(p, t, 0.254829592f);
+    const float beyond = 0.5f * p * t * exp_(-z * z);
+    put(out[i], v * (v < 0.f ? beyond : 1.f - beyond));
+  }
+}
 template <class T> inline void gelu_new_row(const T* x, T* out, size_t n) {
   for (size_t i = 0; i < n; i++) {
     float v = widen(x[i]);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from workers.kernels.arguments import check_batch, check_cache, check_turn
 from workers.kernels.batch import StepBatch
@@ -100,6 +101,12 @@ class GpuKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x)
 
     def gelu_new(self, x: torch.Tensor) -> torch.Tensor:
         return gelu_tanh(x)
