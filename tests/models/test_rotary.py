@@ -13,6 +13,8 @@ from tests.models.engine_groups import GREEDY, Client, start_group
 from tests.models.loading import logits_of, paged_model
 from tests.models.oracle import Oracle
 from workers.config import SpeculativeConfig
+from workers.model.architecture import RotaryKind, RotarySpec
+from workers.model.rotary import dynamic_frequencies
 
 LLAMA = checkpoints.family("llama")
 LONGROPE_SEED = 3  # without near ties in what is asked of it here
@@ -65,7 +67,18 @@ def test_a_short_text_after_a_long_one_is_not_stretched(tmp_path: Path) -> None:
     # A short sequence in the same step as a long one keeps its own frequencies.
     sequences = [model.start(long), model.start(short)]
     model.read(sequences, None)
-    torch.testing.assert_close(torch.stack(sequences[1].logits), first, atol=1e-5, rtol=0)
+    assert torch.equal(torch.stack(sequences[1].logits), first)
+
+
+@pytest.mark.parametrize("dim", [16, 24, 128])
+def test_dynamic_frequencies_of_a_row_know_no_other_row(dim: int) -> None:
+    spec = RotarySpec(kind=RotaryKind.DYNAMIC, theta=10000.0, dim=dim, trained_positions=32, factor=4.0)
+    lengths, exponents = torch.arange(33, 93)[:, None], torch.arange(0, dim, 2) / dim
+    together = dynamic_frequencies(spec, lengths, exponents)
+    for first in range(60):
+        for count in (1, 3, 7):
+            rows = slice(first, first + count)
+            assert torch.equal(dynamic_frequencies(spec, lengths[rows], exponents), together[rows])
 
 
 def test_dynamic_blocks_of_a_short_prompt_are_not_given_to_a_longer_one(tmp_path: Path) -> None:

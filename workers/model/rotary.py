@@ -89,10 +89,13 @@ def frequencies(spec: RotarySpec) -> torch.Tensor:
 
 
 def dynamic_frequencies(spec: RotarySpec, lengths: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """NTK-aware frequencies for contexts of `lengths` (T, 1) tokens: (T, dim / 2). exponents: 2 i / dim."""
-    stretch = spec.factor * lengths / spec.trained_positions - (spec.factor - 1)
-    base = spec.theta * stretch ** (spec.dim / (spec.dim - 2))
-    return 1.0 / (base**exponents)
+    """NTK-aware frequencies for contexts of `lengths` (T, 1) tokens: (T, dim / 2). exponents: 2 i / dim.
+
+    By logarithms: the bits of torch's powers depend on where in a tensor they are, so on the other rows.
+    """
+    stretch = spec.factor * lengths.double() / spec.trained_positions - (spec.factor - 1)
+    log_base = math.log(spec.theta) + stretch.log() * (spec.dim / (spec.dim - 2))
+    return (log_base * -exponents).exp().float()
 
 
 def _divided(spec: RotarySpec, factors: tuple[float, ...]) -> torch.Tensor:
