@@ -226,7 +226,7 @@ class _Loader:
         )
 
     def _query_key_norm(self, query: str, key: str) -> QueryKeyNorm | None:
-        spec, size = self._spec, self._parallel.size
+        spec = self._spec
         match spec.qk_norm:
             case QkNorm.NONE:
                 return None
@@ -236,11 +236,9 @@ class _Loader:
             case QkNorm.WIDTH:
                 return WidthNorms(
                     self._parallel,
+                    spec,
                     self._norm_weight(query, self._spans.queries),
                     self._norm_weight(key, self._spans.keys),
-                    query_size=spec.num_heads * spec.head_dim,
-                    key_size=max(size, spec.num_kv_heads) * spec.head_dim,  # a rank has one at least
-                    eps=spec.norm_eps,
                 )
 
     def _column_parallel(self, parts: list[tuple[str, tuple[range, ...]]], has_bias: bool) -> PackedLinear:

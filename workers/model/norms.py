@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from workers.kernels import Kernels
+from workers.model.architecture import ModelSpec
 from workers.model.parallel import TensorParallel
 
 
@@ -94,31 +95,48 @@ class HeadNorms:
 
 
 class WidthNorms:
-    """All query heads of the model as one vector, and all key heads; a rank has some of them."""
+    """All query heads of the model as one vector, and all key heads; a rank has some of them.
+
+    Every head is added up by itself, on one rank, and the heads in one order on all of them: so the bits are
+    those of any number of ranks.
+    """
 
     def __init__(
         self,
         parallel: TensorParallel,
+        spec: ModelSpec,
         query_weight: torch.Tensor,
         key_weight: torch.Tensor,
-        *,
-        query_size: int,
-        key_size: int,
-        eps: float,
     ) -> None:
-        """Weights are of this rank's heads. Sizes: elements that all ranks have together, where a KV head
-        that several ranks hold counts for each of them."""
+        """Weights are of this rank's heads."""
+        rank, size = parallel.rank, parallel.size
         self._parallel = parallel
         self._query_weight = query_weight.float()
         self._key_weight = key_weight.float()
-        self._sizes = torch.tensor([query_size, key_size], dtype=torch.float32, device=query_weight.device)
-        self._eps = eps
+        self._eps = spec.norm_eps
+        self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._queries, self._keys = spec.q_heads_of_rank(rank, size), spec.kv_heads_of_rank(rank, size)
+        # Of ranks with copies of one KV head the first brings it.
+        self._brings_keys = rank == 0 or spec.kv_heads_of_rank(rank - 1, size) != self._keys
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         queries, keys = q.flatten(1).float(), k.flatten(1).float()
-        squares = torch.stack((queries.square().sum(-1), keys.square().sum(-1)), dim=-1)  # (T, 2)
-        # All-reduce: the mean is over the heads of all ranks.
-        scales = torch.rsqrt(self._parallel.all_reduce(squares) / self._sizes + self._eps)
-        queries = queries * scales[:, :1] * self._query_weight
-        keys = keys * scales[:, 1:] * self._key_weight
+        heads, kv_heads = self._num_heads, self._num_kv_heads
+        squares = queries.new_zeros((q.shape[0], heads + kv_heads))
+        squares[:, self._queries.start : self._queries.stop] = self._of_heads(queries)
+        if self._brings_keys:
+            squares[:, heads + self._keys.start : heads + self._keys.stop] = self._of_heads(keys)
+        # All-reduce: the mean is over the heads of all ranks; where one has some, all others add zeros.
+        squares = self._parallel.all_reduce(squares)
+        queries = queries * self._scale(squares[:, :heads]) * self._query_weight
+        keys = keys * self._scale(squares[:, heads:]) * self._key_weight
         return queries.to(q.dtype).view(q.shape), keys.to(k.dtype).view(k.shape)
+
+    def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, heads * head_dim) -> sums of squares, (T, heads)."""
+        return x.square().view(x.shape[0], -1, self._head_dim).sum(-1)
+
+    def _scale(self, squares: torch.Tensor) -> torch.Tensor:
+        """Of all heads, (T, heads) -> (T, 1)."""
+        mean = squares.sum(-1, keepdim=True) / (squares.shape[1] * self._head_dim)
+        return torch.rsqrt(mean + self._eps)

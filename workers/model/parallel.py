@@ -5,9 +5,8 @@ The scheme is Megatron's (Shoeybi et al. 2019): a column-parallel linear (output
 and head are split along the vocabulary.
 
 On a CPU the sums are made in an order that does not depend on the number of ranks, so that groups of up to
-eight give the same bits; but for norms over the heads of all ranks (`workers.model.norms.WidthNorms`), whose
-squares are added up as the ranks have them. On GPUs the order is that of the ranks, of which
-`workers.kernels.symmetric` has more, or NCCL's, which goes by the length of a message.
+eight give the same bits. On GPUs the order is that of the ranks, of which `workers.kernels.symmetric` has
+more, or NCCL's, which goes by the length of a message.
 """
 
 from __future__ import annotations

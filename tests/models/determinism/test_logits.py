@@ -53,6 +53,12 @@ FAMILIES: Mapping[str, tuple[int, ...]] = {
     "qwen3": (1, 2),
     "mixtral": (1, 2, 4),
     "qwen3_moe": (1, 2, 4),
+    "gemma2": (1, 2, 4),
+    "olmo2": (1, 2, 4),
+    "olmo2_uneven": (1, 2, 3),
+    "olmo2_one_kv_head": (1, 2, 4),
+    "gpt_neox": (1, 2, 3),
+    "falcon_groups": (1, 2, 3),
 }
 
 
